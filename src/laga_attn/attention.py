@@ -1,0 +1,135 @@
+"""`latent_attention`: validate, agree, plan, dispatch."""
+
+from __future__ import annotations
+
+from typing import Literal, cast, overload
+
+import torch
+from torch import Tensor
+
+from laga_attn.agreement import agree
+from laga_attn.attention_plan import SAVE_POLICIES, AttentionPlan, LatentDims, Save
+from laga_attn.checks import Call, check_call
+from laga_attn.grid import ContextParallel
+from laga_attn.kernels import KernelName
+from laga_attn.layout import SequenceLayout
+from laga_attn.routing import route_tokens
+from laga_attn.schemes.function import LatentAttentionFunction
+
+__all__ = ["latent_attention"]
+
+_REBUILD_BUDGET = 2**28
+"""Bytes that the K and V of one head group may take by default: enough for full-speed GEMMs, small beside a layer."""
+
+
+@overload
+def latent_attention(
+    q: Tensor, c_kv: Tensor, k_rope: Tensor, kv_b_weight: Tensor, *, layout: SequenceLayout, cp: ContextParallel = ...,
+    scheme: str = ..., qk_nope_head_dim: int, v_head_dim: int, softmax_scale: float | None = ..., causal: bool = ...,
+    window: int | None = ..., save: str = ..., kernel: KernelName = ..., head_group: int | None = ...,
+    return_lse: Literal[False] = ...,
+) -> Tensor: ...  # fmt: skip
+@overload
+def latent_attention(
+    q: Tensor, c_kv: Tensor, k_rope: Tensor, kv_b_weight: Tensor, *, layout: SequenceLayout, cp: ContextParallel = ...,
+    scheme: str = ..., qk_nope_head_dim: int, v_head_dim: int, softmax_scale: float | None = ..., causal: bool = ...,
+    window: int | None = ..., save: str = ..., kernel: KernelName = ..., head_group: int | None = ...,
+    return_lse: Literal[True],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+def latent_attention(
+    q: Tensor,
+    c_kv: Tensor,
+    k_rope: Tensor,
+    kv_b_weight: Tensor,
+    *,
+    layout: SequenceLayout,
+    cp: ContextParallel | None = None,
+    scheme: str = "laga",
+    qk_nope_head_dim: int,
+    v_head_dim: int,
+    softmax_scale: float | None = None,
+    causal: bool = True,
+    window: int | None = None,
+    save: str = "auto",
+    kernel: KernelName = "auto",
+    head_group: int | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Multi-head Latent Attention over a sequence that is split over the ranks of `cp`.
+
+    Each rank passes what it computed for its own tokens and gets the attention output for them. Gradients of `q`,
+    `c_kv` and `k_rope` are complete; the gradient of `kv_b_weight` is this rank's part of a sum over the ranks (as
+    every weight's is when tokens are split), so sum parameter gradients over `cp`.
+
+    Args:
+        q: `[B, s, H, nope + rope]`, rope part rotated. s is `layout.local_len`.
+        c_kv: `[B, s, kv_lora_rank]`, the latent after `kv_a_layernorm`.
+        k_rope: `[B, s, rope]`, the shared key part after rotation.
+        kv_b_weight: `[H * (nope + v), kv_lora_rank]`: `kv_b_proj.weight`, per head first the nope rows, then v.
+        layout: who holds which token; built for as many ranks as `cp` has. Packed layouts need B = 1.
+        cp: the ranks; None or `ContextParallel.none()` for one process. All tensors share one dtype (fp64, fp32,
+            bf16 or fp16) and device; under autocast they are cast to the autocast dtype first.
+        scheme: `"laga"`, `"explicit"`, `"absorbed"`, or `"auto"`: the cheapest by the rule of `laga_attn.auto`, which
+            also chooses the Ulysses degree where `cp` leaves it open.
+        qk_nope_head_dim: width of a head's un-rotated query/key part.
+        v_head_dim: width of a head's value.
+        softmax_scale: factor on scores; None: `1 / sqrt(nope + rope)`. YaRN models need `MLAConfig.softmax_scale`.
+        causal: a token sees itself and earlier tokens of its document; False: its whole document.
+        window: with `causal`, a token sees at most this many tokens, itself included; None: no limit.
+        save: what is kept for backward. `"latent"`: the local latent, gathered and rebuilt again; `"gathered"`: also
+            the gathered latent; `"kv"`: also K and V. `"auto"`: `"kv"` for explicit (which has no `"gathered"`),
+            else `"latent"`.
+        kernel: `"auto"`, or a name from `laga_attn.kernels.support_table`.
+        head_group: heads whose K and V are rebuilt at a time; None: an eighth of the rank's heads, fewer where that
+            would take more than 256 MiB.
+        return_lse: also return the log-sum-exp of the scaled scores.
+
+    Returns:
+        `out [B, s, H, v]` in the dtype of `q`; with `return_lse` also `lse [B, H, s]` in fp32 (fp64 for fp64),
+        natural log. Pads give out 0, lse -inf and zero gradients, whatever they contain.
+
+    Raises:
+        ValueError: arguments that do not fit, or that differ between ranks: on every rank, before data moves.
+    """
+    cp = ContextParallel.none() if cp is None else cp
+    q, c_kv, k_rope, kv_b_weight = _autocast(q, c_kv, k_rope, kv_b_weight)
+    call = Call(
+        q=q, c_kv=c_kv, k_rope=k_rope, weight=kv_b_weight, layout=layout, cp=cp, scheme=scheme,
+        qk_nope_head_dim=qk_nope_head_dim, v_head_dim=v_head_dim, softmax_scale=softmax_scale, causal=causal,
+        window=window, save=save, kernel=kernel, head_group=head_group, return_lse=return_lse,
+    )  # fmt: skip
+    agree(cp, call.signature(), check_call(call))
+    out, lse = LatentAttentionFunction.apply(q, c_kv, k_rope, kv_b_weight, _plan(call), cp)
+    return (out, lse) if return_lse else out
+
+
+def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    return tuple(tensor.to(torch.get_autocast_dtype(device)) for tensor in tensors)
+
+
+def _plan(call: Call) -> AttentionPlan:
+    dims, cp = call.dims(), call.cp
+    scheme, degree = call.resolve()
+    routing = route_tokens(call.layout, cp.rank, degree, call.causal, call.window)
+    keys = routing.num_keys * call.q.shape[0]
+    return AttentionPlan(
+        scheme=scheme,
+        save=SAVE_POLICIES[scheme][0] if call.save == "auto" else cast(Save, call.save),
+        ulysses_degree=degree,
+        rank=cp.rank,
+        dims=dims,
+        routing=routing,
+        kernel=call.select_kernel(),
+        softmax_scale=dims.qk_head_dim**-0.5 if call.softmax_scale is None else call.softmax_scale,
+        head_group=call.head_group or _default_head_group(dims, degree, keys, call.q.element_size()),
+        return_lse=call.return_lse,
+    )
+
+
+def _default_head_group(dims: LatentDims, ulysses_degree: int, keys: int, itemsize: int) -> int:
+    heads = dims.num_heads // ulysses_degree
+    per_head = max(1, keys * dims.kv_head_dim * itemsize)
+    return max(1, min(heads // 8, _REBUILD_BUDGET // per_head))

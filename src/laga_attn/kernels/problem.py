@@ -1,0 +1,131 @@
+"""What every kernel agrees on: shapes, checks, result storage and FLOP counts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from laga_attn.spans import Span, unpack_spans
+
+__all__ = [
+    "acc_dtype",
+    "backward_flops",
+    "check_backward",
+    "check_forward",
+    "empty_gradients",
+    "empty_rows",
+    "forward_flops",
+]
+
+
+def acc_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of LSE, delta and sums: float64 for float64 inputs, float32 otherwise."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def empty_rows(like: Tensor, heads: int, width: int, dtype: torch.dtype) -> Tensor:
+    """Uninitialised [B, S, heads, width] for the rows of ``like`` [B, S, ...], stored sequence-first.
+
+    Collectives exchange whole rows, so results are laid out [S, B, heads, width] and leave without a packing copy.
+    """
+    batch, rows = like.shape[:2]
+    return like.new_empty((rows, batch, heads, width), dtype=dtype).transpose(0, 1)
+
+
+def empty_gradients(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Uninitialised dq, dk, dv of an attention call; shared dk and dv are sums over heads in the acc dtype."""
+    dtype = acc_dtype(q.dtype) if k.shape[2] < q.shape[2] else q.dtype
+    return (
+        empty_rows(q, q.shape[2], q.shape[3], q.dtype),
+        empty_rows(k, k.shape[2], k.shape[3], dtype),
+        empty_rows(v, v.shape[2], v.shape[3], dtype),
+    )
+
+
+def check_forward(q: Tensor, k: Tensor, v: Tensor, spans: Sequence[Span]) -> None:
+    """Refuse tensors and spans that do not fit together.
+
+    Raises:
+        ValueError: naming the shapes, the rule and the fix.
+    """
+    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+    if not q.dim() == k.dim() == v.dim() == 4:
+        raise ValueError(f"{shapes}: each must be [batch, sequence, heads, head dim]")
+    if not q.dtype == k.dtype == v.dtype:
+        raise ValueError(f"q is {q.dtype}, k {k.dtype}, v {v.dtype}: cast them to one dtype")
+    if not q.device == k.device == v.device:
+        raise ValueError(f"q is on {q.device}, k on {k.device}, v on {v.device}: move them to one device")
+    if not q.shape[0] == k.shape[0] == v.shape[0]:
+        raise ValueError(f"{shapes}: the batch sizes must be equal")
+    if k.shape[1:3] != v.shape[1:3]:
+        raise ValueError(f"{shapes}: k and v must have the same rows and heads")
+    if k.shape[2] not in (1, q.shape[2]):
+        raise ValueError(f"{shapes}: k and v need {q.shape[2]} heads like q, or 1 head shared by all")
+    if q.shape[3] != k.shape[3]:
+        raise ValueError(f"{shapes}: q and k must have the same head dim")
+    if not q.stride(3) == k.stride(3) == v.stride(3) == 1:
+        raise ValueError(f"{shapes}: the last dim must be contiguous; call .contiguous() on the one that is not")
+    _check_spans(spans, q.shape[1], k.shape[1])
+
+
+def check_backward(
+    dout: Tensor, delta: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, spans: Sequence[Span]
+) -> None:
+    """Refuse a backward call whose gradients or statistics do not fit its inputs.
+
+    Raises:
+        ValueError: naming the shapes, the rule and the fix.
+    """
+    check_forward(q, k, v, spans)
+    batch, rows, heads, _ = q.shape
+    if dout.shape != (batch, rows, heads, v.shape[3]) or dout.dtype != q.dtype:
+        raise ValueError(
+            f"dout is {tuple(dout.shape)} {dout.dtype}: it must be like the output, "
+            f"{(batch, rows, heads, v.shape[3])} {q.dtype}"
+        )
+    if dout.stride(3) != 1:
+        raise ValueError("the last dim of dout must be contiguous; call .contiguous() on it")
+    for name, x in (("delta", delta), ("lse", lse)):
+        if x.shape != (batch, heads, rows) or x.dtype != acc_dtype(q.dtype):
+            raise ValueError(
+                f"{name} is {tuple(x.shape)} {x.dtype}: it must be [batch, heads, queries] = "
+                f"{(batch, heads, rows)} {acc_dtype(q.dtype)}"
+            )
+
+
+def _check_spans(spans: Sequence[Span], q_rows: int, k_rows: int) -> None:
+    for s in spans:
+        if s.q_start + s.q_len > q_rows or s.k_start + s.k_len > k_rows:
+            raise ValueError(f"{s} reaches outside the {q_rows} query rows and {k_rows} key rows of the call")
+    taken = sorted((s.q_start, s.q_start + s.q_len) for s in spans if s.q_len)
+    for (_, end), (start, _) in zip(taken, taken[1:], strict=False):
+        if start < end:
+            raise ValueError(f"two spans hold query row {start}: each query row may be in one span only")
+
+
+def forward_flops(
+    q: Sequence[int], k: Sequence[int], v: Sequence[int], spans: Sequence[int], *args: object, **kwargs: object
+) -> int:
+    """FLOPs of the forward pass over the visible pairs alone: scores and output, from input shapes."""
+    return 2 * q[0] * q[2] * _area(spans) * (q[3] + v[3])
+
+
+def backward_flops(
+    dout: Sequence[int],
+    delta: Sequence[int],
+    q: Sequence[int],
+    k: Sequence[int],
+    v: Sequence[int],
+    lse: Sequence[int],
+    spans: Sequence[int],
+    *args: object,
+    **kwargs: object,
+) -> int:
+    """FLOPs of the backward pass: scores again, dP, dV, dQ and dK, over the visible pairs alone."""
+    return 2 * q[0] * q[2] * _area(spans) * (3 * q[3] + 2 * v[3])
+
+
+def _area(spans: Sequence[int]) -> int:
+    return sum(s.area() for s in unpack_spans(spans))

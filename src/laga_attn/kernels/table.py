@@ -1,0 +1,219 @@
+"""The support table: which attention kernel can compute what, and the choice among them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, cast
+
+import torch
+from torch import Tensor
+
+import laga_attn.kernels.blockwise
+import laga_attn.kernels.reference
+import laga_attn.kernels.sdpa  # noqa: F401  (importing a kernel registers its operators)
+from laga_attn.kernels.problem import check_backward, check_forward
+from laga_attn.spans import Span, pack_spans
+
+__all__ = ["TABLE", "Kernel", "KernelName", "Support", "select", "support_table"]
+
+KernelName = Literal["auto", "blockwise", "reference", "sdpa"]
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, slots=True)
+class HeadDims:
+    """A rule on (qk_head_dim, v_head_dim), and the same rule in words."""
+
+    accepts: Callable[[int, int], bool]
+    words: str
+
+
+_ANY_DIMS = HeadDims(lambda qk, v: True, "any")
+_EQUAL_DIMS = HeadDims(lambda qk, v: qk == v, "qk_head_dim == v_head_dim")
+_MULTIPLES_OF_8 = HeadDims(lambda qk, v: qk % 8 == 0 and v % 8 == 0, "both multiples of 8")
+
+
+@dataclass(frozen=True, slots=True)
+class Support:
+    """One row of the table: what a kernel computes on a kind of device."""
+
+    name: str
+    devices: tuple[str, ...]  # torch device types; empty: any
+    dtypes: tuple[torch.dtype, ...]
+    head_dims: HeadDims
+    window: bool  # sliding-window spans
+    shared_kv: bool  # one key/value head for all query heads
+    how: str
+
+    def refusal(self, case: Case) -> str | None:
+        """Why this row cannot compute ``case``; None if it can."""
+        if self.devices and case.device not in self.devices:
+            return f"device {case.device}: it runs on {', '.join(self.devices)}"
+        if case.dtype not in self.dtypes:
+            return f"{case.dtype}: it takes {', '.join(str(d).removeprefix('torch.') for d in self.dtypes)}"
+        if not self.head_dims.accepts(case.qk_head_dim, case.v_head_dim):
+            return f"head dims {case.qk_head_dim}/{case.v_head_dim}: it needs {self.head_dims.words}"
+        if case.window and not self.window:
+            return "window: it has no sliding window"
+        if case.shared_kv and not self.shared_kv:
+            return "shared key/value head: it would hold key and value gradients of every head"
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """What a caller wants computed."""
+
+    device: str
+    dtype: torch.dtype
+    qk_head_dim: int
+    v_head_dim: int
+    window: bool
+    shared_kv: bool
+
+
+# In order of preference: "auto" takes the first row that accepts the case.
+TABLE: tuple[Support, ...] = (
+    Support("sdpa", ("cuda",), _DTYPES[1:], _MULTIPLES_OF_8, False, False, "torch memory-efficient attention"),
+    Support("blockwise", (), _DTYPES, _ANY_DIMS, True, True, "matrix products and online softmax, tile by tile"),
+    Support("sdpa", ("cpu",), _DTYPES, _EQUAL_DIMS, False, False, "torch flash attention for CPU"),
+    Support("reference", (), _DTYPES, _ANY_DIMS, True, True, "plain formulas with full score matrices"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """An attention kernel: forward and backward over spans, as PyTorch operators."""
+
+    name: str
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, spans: Sequence[Span], softmax_scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """Attend every query to the keys that its span shows it.
+
+        Args:
+            q: [B, Sq, h, Dqk].
+            k: [B, Sk, hk, Dqk] and v: [B, Sk, hk, Dv], with hk == h, or hk == 1 for one head shared by all. Any strides
+                with a contiguous last dim; both may be views of one buffer.
+            v: see k.
+            spans: query ranges are disjoint; key ranges may overlap. Rows in no span may hold anything, NaN included.
+            softmax_scale: factor on the scores before softmax.
+
+        Returns:
+            out [B, Sq, h, Dv] in the dtype of q, stored sequence-first, and lse [B, h, Sq], natural log, in float32 (float64
+            for float64 inputs). A query that sees no key has out 0 and lse -inf.
+
+        Raises:
+            ValueError: shapes, dtypes, devices or spans that do not fit together.
+        """
+        check_forward(q, k, v, spans)
+        op = getattr(torch.ops.laga_attn, f"{self.name}_forward")
+        return cast(tuple[Tensor, Tensor], op(q, k, v, pack_spans(spans), softmax_scale))
+
+    def backward(
+        self,
+        dout: Tensor,
+        delta: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        lse: Tensor,
+        spans: Sequence[Span],
+        softmax_scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of :meth:`forward`, with the probabilities recomputed from ``lse``.
+
+        Args:
+            dout: [B, Sq, h, Dv], gradient of out.
+            delta: [B, h, Sq] in the dtype of lse: sum(dout * out) over the head dim, minus the gradient of lse if any.
+            q: as in the forward call, like k, v, spans and softmax_scale.
+            k: see q.
+            v: see q.
+            lse: [B, h, Sq] from the forward call, or merged over more keys than these: the gradients are then these keys'
+                share.
+            spans: see q.
+            softmax_scale: see q.
+
+        Returns:
+            dq, dk, dv in the dtype of q, stored sequence-first; with a shared key/value head under more than one query head,
+            dk and dv are sums over heads in the dtype of lse.
+
+        Raises:
+            ValueError: shapes, dtypes, devices or spans that do not fit together.
+        """
+        check_backward(dout, delta, q, k, v, lse, spans)
+        op = getattr(torch.ops.laga_attn, f"{self.name}_backward")
+        grads = op(dout, delta, q, k, v, lse, pack_spans(spans), softmax_scale)
+        return cast(tuple[Tensor, Tensor, Tensor], grads)
+
+
+def select(
+    name: KernelName,
+    *,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    qk_head_dim: int,
+    v_head_dim: int,
+    window: bool = False,
+    shared_kv: bool = False,
+) -> Kernel:
+    """Choose the kernel for a case: the named one, or the best that can compute it for ``"auto"``.
+
+    Args:
+        name: "auto", "blockwise", "reference" or "sdpa".
+        device: where the tensors are.
+        dtype: their dtype.
+        qk_head_dim: head dim of queries and keys.
+        v_head_dim: head dim of values.
+        window: whether a span has a sliding window.
+        shared_kv: whether one key/value head serves all query heads.
+
+    Raises:
+        ValueError: an unknown name, or no row of the table accepts the case; the message lists every reason.
+    """
+    names = ("auto", *dict.fromkeys(row.name for row in TABLE))
+    if name not in names:
+        raise ValueError(f"unknown kernel {name!r}: choose one of {', '.join(names)}")
+    case = Case(torch.device(device).type, dtype, qk_head_dim, v_head_dim, window, shared_kv)
+    reasons = []
+    for row in TABLE:
+        if name not in ("auto", row.name):
+            continue
+        reason = row.refusal(case)
+        if reason is None:
+            return Kernel(row.name)
+        reasons.append(f"{row.name} ({row.how}): {reason}")
+    raise ValueError(f"kernel {name!r} cannot compute this case: " + "; ".join(reasons))
+
+
+def support_table(
+    *,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    qk_head_dim: int,
+    v_head_dim: int,
+    window: bool = False,
+    shared_kv: bool = False,
+) -> list[dict[str, str]]:
+    """The table for one case, a dict of plain strings a row: kernel, devices, dtypes, head dims, features, usable.
+
+    ``usable`` is "yes", "yes (auto)" for the row that ``select("auto", ...)`` takes, or the reason why not.
+    """
+    case = Case(torch.device(device).type, dtype, qk_head_dim, v_head_dim, window, shared_kv)
+    reasons = [row.refusal(case) for row in TABLE]
+    chosen = reasons.index(None) if None in reasons else None
+    return [
+        {
+            "kernel": row.name,
+            "how": row.how,
+            "devices": ", ".join(row.devices) or "any",
+            "dtypes": ", ".join(str(d).removeprefix("torch.") for d in row.dtypes),
+            "head dims": row.head_dims.words,
+            "window": "yes" if row.window else "no",
+            "shared key/value head": "yes" if row.shared_kv else "no",
+            "usable": ("yes (auto)" if i == chosen else "yes") if reason is None else reason,
+        }
+        for i, (row, reason) in enumerate(zip(TABLE, reasons, strict=True))
+    ]

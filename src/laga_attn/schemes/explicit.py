@@ -1,0 +1,101 @@
+"""Explicit: every head's K and V are built where their tokens live and sent over the network.
+
+At `ulysses_degree = P` this is Ulysses (arXiv 2309.14509; Megatron-Core's `cp_comm_type="a2a"`), at 1 it is a
+gather of all K and V (`"all_gather"`). It is the training path of today's systems and the yardstick here.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from laga_attn.attention_plan import AttentionPlan
+from laga_attn.grid import ContextParallel
+from laga_attn.movement import acc_dtype, add_rows, gather_keys, return_key_grads
+from laga_attn.schemes.interface import Grads, Kept, Needs
+from laga_attn.schemes.latent import expand_kv, fold_kv_grads, join_latent, split_latent_grad, weight_rows
+from laga_attn.schemes.queries import return_output, return_query_grad, send_output_grad, send_query
+from laga_attn.traffic import Phase
+
+__all__ = ["backward", "forward"]
+
+
+def forward(
+    q: Tensor, c_kv: Tensor, k_rope: Tensor, weight: Tensor, plan: AttentionPlan, cp: ContextParallel
+) -> tuple[Tensor, Tensor | None, Kept]:
+    """Shapes as in `latent_attention`; `save="kv"` keeps the K and V that were attended to."""
+    finish_query = send_query(q, plan, cp)
+    kv = _exchange_kv(c_kv, k_rope, weight, plan, cp, "forward")  # [keys, B, h, Dqk + Dv]
+    query = finish_query()
+    k, v = kv.transpose(0, 1).split([plan.dims.qk_head_dim, plan.dims.v_head_dim], dim=-1)
+    out, lse = plan.kernel.forward(query, k, v, plan.routing.spans, plan.softmax_scale)
+    local_out, local_lse = return_output(out, lse, plan, cp)
+    kept_kv = kv if plan.save == "kv" else None
+    return local_out, local_lse, (query, local_out, lse, c_kv, k_rope, weight, kept_kv)
+
+
+def backward(
+    dout: Tensor, dlse: Tensor | None, kept: Kept, needs: Needs, plan: AttentionPlan, cp: ContextParallel
+) -> Grads:
+    """dK and dV go home and are folded into the latent and the weight there."""
+    query, out, lse, c_kv, k_rope, weight, kv = kept
+    finish_dout = send_output_grad(dout, dlse, out, plan, cp)
+    if kv is None:
+        kv = _exchange_kv(c_kv, k_rope, weight, plan, cp, "backward")
+    own_dout, delta = finish_dout()
+    k, v = kv.transpose(0, 1).split([plan.dims.qk_head_dim, plan.dims.v_head_dim], dim=-1)
+    dq, dk, dv = plan.kernel.backward(
+        own_dout, delta, query, k, v, lse, plan.routing.spans, plan.softmax_scale
+    )
+    del own_dout, kv, k, v
+    finish_dq = return_query_grad(dq, plan, cp) if needs.query else None
+    d_c_kv, d_k_rope, d_weight = None, None, None
+    if needs.latent or needs.weight:
+        dkv = torch.cat([dk, dv], dim=-1).transpose(0, 1)  # [keys, B, h, Dqk + Dv]
+        del dk, dv
+        contributions = return_key_grads(dkv, plan.routing, cp, c_kv.dtype, "key_value_grad", "backward")
+        del dkv
+        d_c_kv, d_k_rope, d_weight = _fold(_sum_by_heads(contributions(), plan), c_kv, k_rope, weight, plan)
+    return Grads(
+        finish_dq() if finish_dq else None,
+        d_c_kv if needs.latent else None,
+        d_k_rope if needs.latent else None,
+        d_weight if needs.weight else None,
+    )
+
+
+def _exchange_kv(
+    c_kv: Tensor, k_rope: Tensor, weight: Tensor, plan: AttentionPlan, cp: ContextParallel, phase: Phase
+) -> Tensor:
+    """K and V of all heads of the rank's own tokens out, those of its own heads for all visible tokens in."""
+    local = expand_kv(join_latent(c_kv, k_rope, plan.routing), weight, plan.dims)  # [n, B, H, Dqk + Dv]
+    pieces = local if plan.ulysses_degree == 1 else [local[:, :, plan.heads_of(p)] for p in range(cp.size)]
+    return gather_keys(pieces, plan.routing, cp, "key_value", phase)()
+
+
+def _sum_by_heads(contributions: list[Tensor], plan: AttentionPlan) -> Tensor:
+    """Each peer sends the gradient for its own heads: join over members, add over Ulysses groups in rank order."""
+    routing, dims = plan.routing, plan.dims
+    first = contributions[0]
+    one_group = len(contributions) == plan.ulysses_degree  # nothing to add, so nothing to widen
+    total = first.new_zeros(
+        routing.real_len, first.shape[1], dims.num_heads, dims.kv_head_dim,
+        dtype=first.dtype if one_group else acc_dtype(first.dtype),
+    )  # fmt: skip
+    for peer, part in enumerate(contributions):
+        add_rows(total[:, :, plan.heads_of(peer)], routing.keys.send[peer], part)
+    return total.to(first.dtype)
+
+
+def _fold(
+    dkv: Tensor, c_kv: Tensor, k_rope: Tensor, weight: Tensor, plan: AttentionPlan
+) -> tuple[Tensor, Tensor, Tensor]:
+    dims = plan.dims
+    latent = join_latent(c_kv, k_rope, plan.routing)
+    d_latent = latent.new_zeros(latent.shape, dtype=acc_dtype(latent.dtype))
+    d_weight = torch.empty_like(weight)
+    for group in plan.all_head_groups():
+        rows = weight_rows(group, dims)
+        dk, dv = dkv[:, :, group].split([dims.qk_head_dim, dims.v_head_dim], dim=-1)
+        d_weight[rows] = fold_kv_grads(dk, dv, latent, weight[rows], dims, d_latent)
+    return (*split_latent_grad(d_latent, plan, c_kv.dtype), d_weight)

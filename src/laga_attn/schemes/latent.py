@@ -1,0 +1,99 @@
+"""From latents to K and V, and from their gradients back: the algebra that all schemes share.
+
+Per head h, with `W_h` the head's rows of `kv_b_proj.weight` (first the nope rows, then the v rows):
+
+    k = [W_UK c_kv ; k_rope],  v = W_UV c_kv        (arXiv 2405.04434, section 2.1)
+
+Latents are `[S, B, kv_lora_rank + qk_rope_head_dim]`, sequence-first, so that a row is what travels.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from laga_attn.attention_plan import AttentionPlan, LatentDims
+from laga_attn.movement import acc_dtype, add_rows, spread, take
+from laga_attn.routing import Routing
+
+__all__ = ["expand_kv", "fold_kv_grads", "join_latent", "split_latent_grad", "sum_contributions", "weight_rows"]
+
+
+def weight_rows(heads: slice, dims: LatentDims) -> slice:
+    """The rows of `kv_b_proj.weight` that belong to these heads."""
+    return slice(heads.start * dims.up_head_dim, heads.stop * dims.up_head_dim)
+
+
+def join_latent(c_kv: Tensor, k_rope: Tensor, routing: Routing) -> Tensor:
+    """The real tokens' latents as rows: `[B, s, r]` and `[B, s, dr]` to `[n, B, r + dr]`."""
+    return take(torch.cat([c_kv.transpose(0, 1), k_rope.transpose(0, 1)], dim=-1), routing.real)
+
+
+def expand_kv(latent: Tensor, weight: Tensor, dims: LatentDims) -> Tensor:
+    """K and V, side by side, of the heads whose rows `weight` holds.
+
+    One GEMM per head, whatever the number of heads: the result does not depend on how heads are grouped, which is
+    what makes schemes agree to the bit.
+
+    Args:
+        latent: `[S, B, r + dr]`.
+        weight: `[h * (nope + v), r]`.
+
+    Returns:
+        `[S, B, h, nope + rope + v]`.
+    """
+    nope, rank = dims.qk_nope_head_dim, dims.kv_lora_rank
+    heads = weight.shape[0] // dims.up_head_dim
+    kv = latent.new_empty(*latent.shape[:2], heads, dims.kv_head_dim)
+    c_kv = latent[..., :rank].flatten(0, 1)  # [S*B, r]
+    rows = kv.flatten(0, 1)  # [S*B, h, nope + rope + v]
+    for head, w in enumerate(weight.unflatten(0, (heads, dims.up_head_dim))):  # w [nope + v, r]
+        torch.mm(c_kv, w[:nope].t(), out=rows[:, head, :nope])
+        torch.mm(c_kv, w[nope:].t(), out=rows[:, head, dims.qk_head_dim :])
+    kv[..., nope : dims.qk_head_dim] = latent[..., None, rank:]
+    return kv
+
+
+def fold_kv_grads(
+    dk: Tensor, dv: Tensor, latent: Tensor, weight: Tensor, dims: LatentDims, d_latent: Tensor
+) -> Tensor:
+    """Fold the gradients of a head group's K and V into the latents' and return the weight's.
+
+    Args:
+        dk, dv: `[S, B, h, nope + rope]` and `[S, B, h, v]`.
+        latent: `[S, B, r + dr]`.
+        weight: `[h * (nope + v), r]`.
+        d_latent: `[S, B, r + dr]` in the accumulation dtype, added to.
+
+    Returns:
+        The gradient of `weight`, in its dtype.
+    """
+    nope, rank = dims.qk_nope_head_dim, dims.kv_lora_rank
+    d_up = torch.cat([dk[..., :nope], dv], dim=-1).flatten(2).flatten(0, 1)  # [S*B, h*(nope+v)]
+    d_latent[..., :rank] += (d_up @ weight).view(*latent.shape[:2], rank)
+    d_latent[..., rank:] += dk[..., nope:].sum(dim=2, dtype=d_latent.dtype)
+    return d_up.t() @ latent[..., :rank].flatten(0, 1)
+
+
+def sum_contributions(contributions: list[Tensor], plan: AttentionPlan) -> Tensor:
+    """Add what all ranks contributed to this rank's latents: in rank order, in the accumulation dtype.
+
+    Args:
+        contributions: from each rank p, `[rows sent to p, B, r + dr]`.
+
+    Returns:
+        `[n, B, r + dr]` over this rank's real rows.
+    """
+    routing = plan.routing
+    first = contributions[0]
+    total = first.new_zeros(routing.real_len, *first.shape[1:], dtype=acc_dtype(first.dtype))
+    for rows, part in zip(routing.keys.send, contributions, strict=True):
+        add_rows(total, rows, part)
+    return total
+
+
+def split_latent_grad(d_latent: Tensor, plan: AttentionPlan, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """`[n, B, r + dr]` to the gradients of `c_kv` and `k_rope`, `[B, s, ...]`, zero at pads."""
+    local = spread(d_latent.to(dtype), plan.routing).transpose(0, 1)
+    rank = plan.dims.kv_lora_rank
+    return local[..., :rank], local[..., rank:]

@@ -1,0 +1,23 @@
+"""Fixtures of all tests: worker ranks, and uninitialised memory that reads as NaN."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tests.pool import RankGroup, RankPool, poisoned_memory
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Callable[[int], RankGroup]]:
+    """``ranks(P).run(fn, *args)`` runs ``fn(ctx, *args)`` as P ranks, see :mod:`tests.pool`."""
+    pool = RankPool()
+    yield lambda size: RankGroup(pool, size)
+    pool.close()
+
+
+@pytest.fixture(autouse=True)
+def _poisoned_memory() -> Iterator[None]:
+    with poisoned_memory():
+        yield
