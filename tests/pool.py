@@ -45,9 +45,9 @@ __all__ = ["RankContext", "RankGroup", "RankHung", "RankPool", "poisoned_memory"
 WORLD = 4
 _GRACE = 5.0  # seconds that the other ranks get to finish after one has failed
 
-# One server imports torch; the workers, also those of a restarted pool, are forked from it.
+# One server imports what takes long; the workers, also those of a restarted pool, are forked from it.
 _processes = multiprocessing.get_context("forkserver")
-_processes.set_forkserver_preload(["tests.pool"])
+_processes.set_forkserver_preload(["tests.pool", "laga_attn"])
 
 
 @dataclass(frozen=True)

@@ -230,7 +230,7 @@ def _reduce_bucket(bucket: list[nn.Parameter], group: dist.ProcessGroup | None, 
     dist.all_to_all_single(received, flat, group=group)
     contributions = received.view(size, share)
     total = contributions[0]
-    for contribution in contributions[2:]:
+    for contribution in contributions[1:]:
         total += contribution
     dist.all_gather_into_tensor(flat, total, group=group)
     for parameter, place in zip(bucket, places, strict=True):

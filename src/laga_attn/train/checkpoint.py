@@ -1,7 +1,7 @@
 """Checkpoints that a kill at any moment cannot spoil.
 
-A checkpoint is written into a folder beside its place and renamed into it once everything has reached the disk. Its
-manifest lists every file with a digest, so a reader can tell a whole checkpoint from a damaged one.
+A checkpoint is written into a folder beside its place and renamed into it once everything has reached the
+disk. Its manifest lists every file with a digest, so a reader can tell a whole checkpoint from a damaged one.
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
-import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.optim import Optimizer
 
@@ -73,7 +72,14 @@ class Manifest:
 
 
 def save(
-    root: Path, model: nn.Module, optimizer: Optimizer, *, step: int, position: Position, corpus: str, keep: int
+    root: Path,
+    model: nn.Module,
+    optimizer: Optimizer,
+    *,
+    step: int,
+    position: Position,
+    corpus: str,
+    keep: int,
 ) -> Path:
     """Write the checkpoint of `step` under `root` and remove all but the `keep` newest. All ranks call this.
 
@@ -82,11 +88,10 @@ def save(
     Raises:
         RuntimeError: the weights of the ranks differ, so there is no one state to write.
     """
-    weights = _weights_digest(model)
-    if not same_everywhere(weights):
+    if not same_everywhere(_weights_digest(model)):
         raise RuntimeError(
-            f"the weights of the ranks differ after step {step}; nothing was saved. Every rank must apply the same "
-            "summed gradient to the same weights"
+            f"the weights of the ranks differ after step {step}; nothing was saved. Every rank must apply the "
+            "same summed gradient to the same weights"
         )
     target, unfinished = root / f"{_PREFIX}{step:08d}", root / f"{_UNFINISHED}{step:08d}"
 
@@ -108,13 +113,13 @@ def save(
         _prune(root, step, keep)
 
     on_first_rank(prepare)
-    dcp.save(_state(model, optimizer), checkpoint_id=unfinished)
+    state_dict_saver.save(_state(model, optimizer), checkpoint_id=unfinished)
     on_first_rank(commit)
     return target
 
 
 def find_newest(root: Path, warn: Callable[[str], None]) -> tuple[Path, Manifest] | None:
-    """The newest whole checkpoint under `root`, None if there is none; `warn` hears of every one passed over."""
+    """The newest whole checkpoint under `root`, or None; `warn` hears of every one passed over."""
     for folder in sorted(root.glob(f"{_PREFIX}*"), reverse=True):
         try:
             return folder, Manifest.read(folder)
@@ -131,10 +136,11 @@ def load(folder: Path, manifest: Manifest, model: nn.Module, optimizer: Optimize
     """
     if manifest.model != _shapes_digest(model):
         raise UsageError(
-            f"checkpoint {folder} belongs to a model with other parameters; resume with the --model that began the run"
+            f"checkpoint {folder} belongs to a model with other parameters; resume with the --model that began "
+            "the run"
         )
     state = _state(model, optimizer)
-    dcp.load(state, checkpoint_id=folder)
+    state_dict_loader.load(state, checkpoint_id=folder)
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
 
 
@@ -144,8 +150,9 @@ def _state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
 
 
 def _prune(root: Path, step: int, keep: int) -> None:
-    # Only up to this step: damaged checkpoints of later steps, passed over on resume, must not push out good ones.
-    done = [folder for folder in sorted(root.glob(f"{_PREFIX}*")) if int(folder.name.removeprefix(_PREFIX)) <= step]
+    # Only up to this step: damaged checkpoints of later steps, passed over on resume, must not push out good
+    # ones.
+    done = [folder for folder in sorted(root.glob(f"{_PREFIX}*")) if folder.name <= f"{_PREFIX}{step:08d}"]
     for folder in [*done[:-keep], *root.glob(f"{_UNFINISHED}*")]:
         shutil.rmtree(folder)
 

@@ -1,8 +1,8 @@
 """Text files as an endless, repeatable stream of packed token rows.
 
-A token is a byte; every document starts with `DOCUMENT_START`. Documents follow each other in an order that only
-the seed and the epoch decide, and are cut into rows of equal length. A `Position` says where the stream stands, so
-a stream opened at a saved position continues exactly.
+A token is a byte; every document starts with `DOCUMENT_START`. Documents follow each other in an order that
+only the seed and the epoch decide, and are cut into rows of equal length. A `Position` says where the stream
+stands, so a stream opened at a saved position continues exactly.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """The documents of a run: files with their sizes in bytes, in a fixed order, and the seed of the shuffle."""
+    """The documents of a run: files and their sizes in bytes, in a fixed order, and the seed of the shuffle."""
 
     paths: tuple[Path, ...]
     sizes: tuple[int, ...]
@@ -58,7 +58,8 @@ class Corpus:
     @property
     def fingerprint(self) -> str:
         """Equal for corpora whose streams are equal: names, sizes and order of the files, and the seed."""
-        text = repr((self.seed, [(path.name, size) for path, size in zip(self.paths, self.sizes, strict=True)]))
+        names = [path.name for path in self.paths]
+        text = repr((self.seed, names, self.sizes))
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
     def read(self, index: int, start: int, count: int) -> NDArray[np.int64]:
@@ -86,8 +87,8 @@ class Corpus:
 def find_files(patterns: Sequence[str]) -> tuple[Path, ...]:
     """The files that `patterns` (files, folders, globs) name, each once, in an order of their own names.
 
-    Folders are searched through, hidden files and caches left out. No pattern at all means the Python source of
-    the standard library.
+    Folders are searched through, hidden files and caches left out. No pattern at all means the Python source
+    of the standard library.
 
     Raises:
         UsageError: a pattern that matches no file.
@@ -96,10 +97,12 @@ def find_files(patterns: Sequence[str]) -> tuple[Path, ...]:
         return tuple(path for path in _walk(Path(sysconfig.get_paths()["stdlib"])) if path.suffix == ".py")
     found: dict[Path, None] = {}
     for pattern in patterns:
-        matches = [Path(pattern)] if os.path.exists(pattern) else map(Path, glob.glob(pattern, recursive=True))
-        files = [file for path in sorted(matches) for file in (_walk(path) if path.is_dir() else [path])]
+        matches = [pattern] if os.path.exists(pattern) else sorted(glob.glob(pattern, recursive=True))
+        files = [file for path in map(Path, matches) for file in (_walk(path) if path.is_dir() else [path])]
         if not files:
-            raise UsageError(f"--data {pattern} matches no file; give files, folders or quoted globs like 'src/**/*.py'")
+            raise UsageError(
+                f"--data {pattern} matches no file; give files, folders or quoted globs like 'src/**/*.py'"
+            )
         found.update(dict.fromkeys(files))
     return tuple(found)
 
@@ -113,7 +116,7 @@ def open_corpus(patterns: Sequence[str], seed: int) -> Corpus:
     sized = [(path, path.stat().st_size) for path in find_files(patterns)]
     kept = [(path, size) for path, size in sized if size]
     if not kept:
-        raise UsageError(f"--data {' '.join(patterns)} holds {len(sized)} files, all empty; there is nothing to learn from")
+        raise UsageError(f"--data {' '.join(patterns)}: all {len(sized)} files are empty")
     return Corpus(tuple(path for path, _ in kept), tuple(size for _, size in kept), seed)
 
 
@@ -157,8 +160,7 @@ def _order(seed: int, epoch: int, documents: int) -> tuple[int, ...]:
 
 def _walk(folder: Path) -> Iterator[Path]:
     for parent, folders, files in os.walk(folder):
-        folders[:] = sorted(name for name in folders if name not in _SKIPPED_FOLDERS and not name.startswith("."))
-        for name in sorted(files):
-            path = Path(parent, name)
-            if not name.startswith(".") and path.is_file():
+        folders[:] = sorted(name for name in folders if name not in _SKIPPED_FOLDERS and name[0] != ".")
+        for path in (Path(parent, name) for name in sorted(files) if name[0] != "."):
+            if path.is_file():
                 yield path

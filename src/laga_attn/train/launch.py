@@ -29,7 +29,7 @@ def launch(options: TrainOptions, nproc: int | None = None, max_restarts: int = 
     """
     if "RANK" in os.environ:
         if nproc is not None or max_restarts:
-            raise UsageError("--nproc and --max-restarts start processes, but torchrun has done so; give them to torchrun")
+            raise UsageError("torchrun starts the processes here; give it --nproc-per-node and --max-restarts instead")
         return run_worker(options)
     if nproc is not None and nproc < 1:
         raise UsageError(f"--nproc must be at least 1, got {nproc}")
@@ -62,8 +62,8 @@ def _launch_processes(options: TrainOptions, nproc: int, max_restarts: int) -> i
             local_addr="localhost",
             max_restarts=max_restarts,
             logs_specs=DefaultLogsSpecs(log_dir=folder),
-            # Left to the launcher, SIGINT and SIGTERM would end the workers after a grace period that a long step
-            # and its checkpoint may exceed. They end by themselves once they see the stop file.
+            # Left to the launcher, SIGINT and SIGTERM would end the workers after a grace period that a long
+            # step and its checkpoint may exceed. They end by themselves once they see the stop file.
             signals_to_handle="SIGQUIT",
         )
         stop_file = Path(folder) / "stop"
@@ -76,7 +76,7 @@ def _launch_processes(options: TrainOptions, nproc: int, max_restarts: int) -> i
 
 
 def _start_worker(options: TrainOptions, stop_file: Path) -> None:
-    # Returning reports success and waits for the other workers; only an exception or an exit ends this one at once.
+    # Returning reports success and waits for the other workers; an exit tells the launcher at once.
     status = run_worker(options, stop_file)
     if status:
         raise SystemExit(status)

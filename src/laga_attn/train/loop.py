@@ -57,7 +57,8 @@ def train(run: Run, device: torch.device, stop: StopRequest, console: Console) -
     options, rank = run.options, dist.get_rank()
     model = build(run.model, options, device)
     everywhere(lambda: _parallelize(model, run))
-    optimizer = torch.optim.AdamW(optimizer_groups(model, options.weight_decay), lr=options.lr, betas=(0.9, 0.95))
+    groups = optimizer_groups(model, options.weight_decay)
+    optimizer = torch.optim.AdamW(groups, lr=options.lr, betas=(0.9, 0.95))
     worker = _Worker(run, rank, device, model, optimizer)
     step, position = _resume(worker, console)
     if step >= options.steps and rank == 0:
@@ -90,7 +91,7 @@ def train(run: Run, device: torch.device, stop: StopRequest, console: Console) -
     def finish() -> None:
         draw_loss(read_metrics(log_path), log_path.with_name("loss.png"))
         if step < options.steps:
-            console.print(f"stopped after step {step} of {options.steps}; continue with --resume --out {options.out}")
+            console.print(f"stopped after step {step} of {options.steps}; continue {options.out} with --resume")
         elif options.export is not None:
             export(model, options.export)
             console.print(f"exported to {options.export}")
@@ -126,17 +127,17 @@ def _resume(worker: _Worker, console: Console) -> tuple[int, Position]:
     """Load the newest whole checkpoint if there is one; `(steps done, where the data stands)`."""
     run = worker.run
     root = checkpoints(run.options.out)
-    found = on_first_rank(lambda: checkpoint.find_newest(root, lambda text: console.print(f"warning: {text}")))
+    found = on_first_rank(lambda: checkpoint.find_newest(root, lambda text: console.print(f"Warning: {text}")))
     if found is None:
         if run.options.resume:
-            raise UsageError(f"--resume: there is no whole checkpoint in {root}; start again in another --out")
+            raise UsageError(f"--resume: no checkpoint in {root} is whole; start again in another --out")
         on_first_rank(lambda: run.options.out.mkdir(parents=True, exist_ok=True))
         return 0, Position()
     folder, manifest = found
     if manifest.corpus != run.corpus.fingerprint:
         raise UsageError(
-            f"checkpoint {folder} was made with other data or another --seed; resume with the --data and --seed that "
-            "began the run, or start a new run from an exported model"
+            f"checkpoint {folder} was made with other data or another --seed; resume with those that began the "
+            "run, or start a new run from an exported model"
         )
     checkpoint.load(folder, manifest, worker.model, worker.optimizer)
     if worker.rank == 0:

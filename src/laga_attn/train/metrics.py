@@ -31,7 +31,7 @@ class StepMetrics:
         seconds: wall time of the step.
         tokens_per_second: `tokens / seconds`.
         port_bytes: bytes that attention sent from the rank that sent most, over the step.
-        peak_bytes: high-water mark of memory, of the rank that used most (device memory on CUDA, else resident).
+        peak_bytes: high-water mark of memory of the rank that used most (device memory on CUDA, else resident).
     """
 
     step: int
@@ -46,7 +46,7 @@ class StepMetrics:
 
 
 class MetricsLog(AbstractContextManager["MetricsLog"]):
-    """`metrics.jsonl`, opened to go on after `step` steps; later lines of a run that was cut short are dropped.
+    """`metrics.jsonl`, opened to go on after `step` steps; lines of later steps are dropped.
 
     A line is on disk when `write` returns.
     """
@@ -89,7 +89,7 @@ def _append(file: TextIO, metrics: StepMetrics) -> None:
 
 
 class Screen(AbstractContextManager["Screen"]):
-    """A progress bar on a terminal, a line per step where the output is a file or a pipe, nothing if not `visible`."""
+    """A progress bar on a terminal, a line per step in a file or pipe, nothing at all if not `visible`."""
 
     def __init__(self, console: Console, done: int, steps: int, *, visible: bool) -> None:
         self._console = console
@@ -121,7 +121,8 @@ class Screen(AbstractContextManager["Screen"]):
         )
         self._progress.update(self._task, completed=metrics.step, facts=facts)
         if self._lines:
-            self._console.print(f"step {metrics.step}/{self._steps}  {facts}", highlight=False, soft_wrap=True)
+            line = f"step {metrics.step}/{self._steps}  {facts}"
+            self._console.print(line, highlight=False, soft_wrap=True)
 
 
 def draw_loss(metrics: list[StepMetrics], path: Path) -> None:

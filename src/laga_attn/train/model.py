@@ -36,7 +36,7 @@ class ModelSource:
 
 
 def find_model(name: str) -> ModelSource:
-    """The model that `--model` names: a preset, a config file, or a checkpoint directory. Nothing is downloaded.
+    """The model that `--model` names: a preset, a config file or a checkpoint directory, all local.
 
     Raises:
         UsageError: nothing of that name, or a folder or file that cannot be used.
@@ -48,18 +48,20 @@ def find_model(name: str) -> ModelSource:
         return ModelSource(AutoConfig.for_model(**hf_config(name)), None)
     if not path.exists():
         raise UsageError(
-            f"--model {name} is neither a preset ({', '.join(preset_names())}) nor an existing config file or "
-            "checkpoint directory"
+            f"--model {name} is neither a preset ({', '.join(preset_names())}) nor a config file or checkpoint "
+            "directory"
         )
     config_file = path / "config.json" if path.is_dir() else path
     try:
         fields = json.loads(config_file.read_text())
         config = AutoConfig.for_model(**fields)
     except (OSError, UnicodeDecodeError, ValueError, TypeError, KeyError) as error:
-        raise UsageError(f"--model {name}: {config_file} is not a Hugging Face model config ({_brief(error)})") from error
+        raise UsageError(
+            f"--model {name}: {config_file} is not a Hugging Face model config ({_brief(error)})"
+        ) from error
     if path.is_dir() and not any(path.glob("*.safetensors")):
         raise UsageError(
-            f"--model {name} holds no *.safetensors weights; to start from random weights give {config_file} itself"
+            f"--model {name} holds no *.safetensors weights; to start from random ones give {config_file} itself"
         )
     return ModelSource(config, path if path.is_dir() else None)
 
@@ -73,26 +75,27 @@ def check(config: PreTrainedConfig, options: TrainOptions, ranks: Ranks) -> None
     missing = [field for field in _MLA_FIELDS if not isinstance(getattr(config, field, None), int)]
     if missing:
         raise UsageError(
-            f"--model {options.model} ({config.model_type}) is not a multi-head latent attention model: its config "
-            f"has no {', '.join(missing)}; choose a DeepSeek-style model or one of the presets {', '.join(preset_names())}"
+            f"--model {options.model} ({config.model_type}) is not a multi-head latent attention model: its "
+            f"config has no {', '.join(missing)}; choose a DeepSeek-style model or one of the presets "
+            f"{', '.join(preset_names())}"
         )
     if config.vocab_size < VOCAB_SIZE:
         raise UsageError(
-            f"--model {options.model} has vocab_size {config.vocab_size}; training on bytes needs at least {VOCAB_SIZE} "
-            "(256 byte values and a document start)"
+            f"--model {options.model} has vocab_size {config.vocab_size}; training on bytes needs at least "
+            f"{VOCAB_SIZE} (256 byte values and a document start)"
         )
     degree = options.ulysses_degree or 1
-    heads = config.num_attention_heads
+    heads, cp = config.num_attention_heads, ranks.context_parallel
     if heads % degree:
-        fitting = [d for d in range(1, ranks.context_parallel + 1) if ranks.context_parallel % d == 0 and heads % d == 0]
+        fitting = [d for d in range(1, cp + 1) if cp % d == 0 and heads % d == 0]
         raise UsageError(
-            f"--ulysses-degree {degree} does not divide the {heads} attention heads of --model {options.model}; "
-            f"choose one of {fitting}"
+            f"--ulysses-degree {degree} does not divide the {heads} attention heads of --model "
+            f"{options.model}; choose one of {fitting}"
         )
     if options.seq_len > config.max_position_embeddings:
         raise UsageError(
-            f"--seq-len {options.seq_len} exceeds the model's max_position_embeddings {config.max_position_embeddings}; "
-            "shorten it or raise that number in the config"
+            f"--seq-len {options.seq_len} exceeds the model's max_position_embeddings "
+            f"{config.max_position_embeddings}; shorten it or raise that number in the config"
         )
 
 
@@ -101,12 +104,13 @@ def build(source: ModelSource, options: TrainOptions, device: torch.device) -> P
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(options.seed)
+    factory: Any = AutoModelForCausalLM
     with _quiet():
         model: PreTrainedModel
         if source.weights is None:
-            model = AutoModelForCausalLM.from_config(source.config, dtype=torch.float32)
+            model = factory.from_config(source.config, dtype=torch.float32)
         else:
-            model = AutoModelForCausalLM.from_pretrained(source.weights, dtype=torch.float32, local_files_only=True)
+            model = factory.from_pretrained(source.weights, dtype=torch.float32, local_files_only=True)
     model.to(device)  # type: ignore[arg-type]
     if options.activation_checkpointing:
         model.activation_checkpointing_enable()
@@ -124,7 +128,7 @@ def optimizer_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
 
 
 def export(model: PreTrainedModel, folder: Path) -> None:
-    """Write a checkpoint that `AutoModelForCausalLM.from_pretrained(folder)` loads; `folder` is whole or absent."""
+    """Write a checkpoint for `AutoModelForCausalLM.from_pretrained(folder)`; `folder` is whole or absent."""
     unfinished = folder.with_name(f".unfinished-{folder.name}")
     shutil.rmtree(unfinished, ignore_errors=True)
     with _quiet():
@@ -137,8 +141,9 @@ def export(model: PreTrainedModel, folder: Path) -> None:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Transformers' own progress bars would tear ours."""
-    from transformers.utils import logging
+    from transformers.utils import logging as transformers_logging
 
+    logging: Any = transformers_logging
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:

@@ -56,7 +56,7 @@ class TrainOptions:
     cp: int | None = None
     ulysses_degree: int | None = None
     scheme: Scheme = "laga"
-    save: Save = "latent"
+    save: Save = "auto"
     dtype: Dtype = "fp32"
     activation_checkpointing: bool = False
     lr: float = 1e-3
@@ -123,8 +123,8 @@ def arrange(options: TrainOptions, world: int) -> Ranks:
     """Divide `world` processes into data-parallel replicas of context-parallel groups.
 
     Raises:
-        UsageError: `cp` does not divide the processes, `ulysses_degree` does not divide `cp`, or the sequence is
-            too short to be shared.
+        UsageError: `cp` does not divide the processes, `ulysses_degree` does not divide `cp`, or the sequence
+            is too short to be shared.
     """
     cp = world if options.cp is None else options.cp
     if world % cp:
@@ -132,12 +132,13 @@ def arrange(options: TrainOptions, world: int) -> Ranks:
     degree = options.ulysses_degree
     if degree is not None and cp % degree:
         raise UsageError(
-            f"--ulysses-degree {degree} does not divide the {cp} context-parallel ranks; choose one of {_divisors(cp)}"
+            f"--ulysses-degree {degree} does not divide the {cp} context-parallel ranks; choose one of "
+            f"{_divisors(cp)}"
         )
     if options.seq_len < 2 * cp:
         raise UsageError(
-            f"--seq-len {options.seq_len} is too short for {cp} context-parallel ranks: each holds two pieces of a "
-            f"sequence, so it needs at least {2 * cp} tokens"
+            f"--seq-len {options.seq_len} is too short for {cp} context-parallel ranks: each holds two pieces "
+            f"of a sequence, so it needs at least {2 * cp} tokens"
         )
     return Ranks(data_parallel=world // cp, context_parallel=cp)
 

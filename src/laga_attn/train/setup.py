@@ -39,7 +39,7 @@ def examine(options: TrainOptions, world: int, *, restarted: bool = False) -> Ru
     """
     missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
     if missing:
-        raise UsageError(f"training needs {', '.join(missing)}; install it with: pip install 'laga-attn[train]'")
+        raise UsageError(f"training needs {', '.join(missing)}; run: pip install 'laga-attn[train]'")
     ranks = arrange(options, world)
     _check_folders(options, restarted)
     source = find_model(options.model)
@@ -59,7 +59,7 @@ def _check_folders(options: TrainOptions, restarted: bool) -> None:
     if options.resume and not restarted and not any(checkpoints(out).glob("step-*")):
         raise UsageError(f"--resume: there is no checkpoint in {checkpoints(out)}; start without --resume")
     if not options.resume and not restarted and out.is_dir() and any(out.iterdir()):
-        raise UsageError(f"--out {out} already holds a run; continue it with --resume or choose another folder")
-    if options.export is not None and options.export.exists():
-        if not options.export.is_dir() or any(options.export.iterdir()):
-            raise UsageError(f"--export {options.export} exists and is not an empty folder; choose another")
+        raise UsageError(f"--out {out} already holds a run; continue it with --resume or choose another")
+    export = options.export
+    if export is not None and export.exists() and (not export.is_dir() or any(export.iterdir())):
+        raise UsageError(f"--export {export} exists and is not an empty folder; choose another")

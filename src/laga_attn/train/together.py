@@ -40,10 +40,9 @@ def on_first_rank(action: Callable[[], T]) -> T:
         except Exception as error:
             outcome = [None, error]
     dist.broadcast_object_list(outcome)
-    result, error = outcome
-    if error is not None:
-        raise error
-    return result  # type: ignore[no-any-return]
+    if outcome[1] is not None:
+        raise outcome[1]
+    return outcome[0]  # type: ignore[no-any-return]
 
 
 def same_everywhere(value: object) -> bool:

@@ -1,4 +1,4 @@
-"""One process of a run: joins the others, trains, and turns what went wrong into one line and an exit status."""
+"""One process of a run: joins the others, trains, turns what went wrong into one line and an exit status."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from rich.console import Console
-from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.api import CheckpointException
 
 from laga_attn.train.errors import UsageError
 from laga_attn.train.options import TrainOptions
@@ -31,7 +31,7 @@ def run_worker(options: TrainOptions, stop_file: Path | None = None) -> int:
     """Train as the rank that the environment (`RANK`, `WORLD_SIZE`, ...) says, alone if it says nothing.
 
     Returns:
-        The exit status: 0 done or stopped on request, 2 something that the user has to change, 1 anything else.
+        The exit status: 0 done or stopped on request, 2 something that the user has to change, 1 another error.
     """
     from laga_attn.train.loop import train
 
@@ -52,7 +52,7 @@ def run_worker(options: TrainOptions, stop_file: Path | None = None) -> int:
                 traceback.print_exc()
                 return _FAILED
             errors.print(
-                f"Error: rank {rank} lost contact with another rank, which has died or has not answered for "
+                f"Error: rank {rank} lost another rank, which has died or has not answered for "
                 f"{options.timeout:g} s (--timeout); continue from the last checkpoint with --resume. [{lost}]",
                 markup=False,
                 highlight=False,
@@ -74,7 +74,7 @@ def _process_group(options: TrainOptions) -> Iterator[torch.device]:
     if "RANK" in os.environ:
         dist.init_process_group(backend, timeout=timeout)
     else:
-        dist.init_process_group(backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(backend, timeout=timeout, store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1)
     yield device
     dist.barrier()
     dist.destroy_process_group()
@@ -86,8 +86,8 @@ def _device(options: TrainOptions) -> torch.device:
     local_rank, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
     if local_rank >= count:
         raise UsageError(
-            f"this machine has {count} CUDA devices for at least {local_rank + 1} processes; start one process per "
-            "device, or use --device cpu"
+            f"this machine has {count} CUDA devices for at least {local_rank + 1} processes; start one process "
+            "per device, or use --device cpu"
         )
     torch.cuda.set_device(local_rank)
     return torch.device("cuda", local_rank)
