@@ -1,4 +1,4 @@
-"""Fixtures of all tests: worker ranks, and uninitialised memory that reads as NaN."""
+"""Fixtures of all tests: worker ranks, a private network, and uninitialised memory that reads as NaN."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from tests import netns
 from tests.pool import RankGroup, RankPool, poisoned_memory
 
 
@@ -15,6 +16,16 @@ def ranks() -> Iterator[Callable[[int], RankGroup]]:
     pool = RankPool()
     yield lambda size: RankGroup(pool, size)
     pool.close()
+
+
+@pytest.fixture(scope="session")
+def private_network() -> Iterator[netns.PrivateNetwork]:
+    """``private_network.run(fn, P, *args)`` also counts the bytes on the wire, see :mod:`tests.netns`."""
+    if not netns.available():
+        pytest.skip("needs root, iproute2 and unshare")
+    network = netns.PrivateNetwork()
+    yield network
+    network.close()
 
 
 @pytest.fixture(autouse=True)

@@ -1,10 +1,11 @@
 """Bytes that ranks really put on the network, counted by the kernel.
 
 The ranks run in a network namespace of their own, whose loopback device carries nothing but their messages.
-Every byte passes the device once, whichever two ranks it travels between::
+Every byte passes the device once, whichever two ranks it travels between. Tests use it through a fixture,
+which skips them where a namespace cannot be had (it takes root, iproute2 and unshare)::
 
-    if netns.available():
-        wire = netns.run(exchanges, 2, 1_000_000)      # like ranks(2).run(exchanges, 1_000_000)
+    def test_bytes(private_network):
+        wire = private_network.run(exchanges, 2, 1_000_000)     # like ranks(2).run(exchanges, 1_000_000)
         wire.bytes, wire.results
 
 Packet headers and acknowledgements count too: less than 0.5 % for messages of megabytes, since a loopback
@@ -13,7 +14,8 @@ packet holds 64 KiB, but most of a message of a few bytes.
 
 from __future__ import annotations
 
-import functools
+import importlib
+import os
 import pickle
 import shutil
 import subprocess
@@ -23,42 +25,100 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.pool import RankGroup, RankPool
+from tests.pool import RankContext, RankGroup, RankPool
 
-__all__ = ["Wire", "available", "run"]
+__all__ = ["PrivateNetwork", "Wire", "available"]
 
 _ENTER = ["unshare", "--net", "--", "sh", "-c", 'ip link set lo up && exec "$@"', "sh"]
 
 
 @dataclass(frozen=True)
 class Wire:
-    """Bytes that all ranks together sent over the loopback device, and the results of the ranks."""
+    """Bytes that all ranks together sent over the loopback device, and the results in rank order."""
 
     bytes: int
     results: list[Any]
 
 
-@functools.cache
 def available() -> bool:
-    """Whether this process may create a network namespace: needs root, iproute2 and util-linux."""
+    """Whether this process may create a network namespace with a working loopback device."""
     if not (shutil.which("unshare") and shutil.which("ip")):
         return False
     return subprocess.run([*_ENTER, "true"], capture_output=True, check=False).returncode == 0
 
 
-def run(fn: Callable[..., Any], size: int, *args: object, timeout: float = 60.0) -> Wire:
-    """Run ``fn(ctx, *args)`` on ``size`` ranks in a private network and count what they send meanwhile.
+class PrivateNetwork:
+    """A pool of ranks on a network of their own; started by the first run."""
 
-    ``fn`` is a plain function of a test module, as for ``ranks(size).run``.
-    """
-    command = [*_ENTER, sys.executable, "-m", "tests.netns"]
-    request = pickle.dumps((sys.path, fn.__module__, fn.__name__, size, args, timeout))
-    root = Path(__file__).parent.parent
-    done = subprocess.run(
-        command, input=request, cwd=root, capture_output=True, timeout=timeout + 60, check=False
-    )
-    assert done.returncode == 0, done.stderr.decode()
-    return Wire(*pickle.loads(done.stdout))
+    def __init__(self) -> None:
+        self._server: subprocess.Popen[bytes] | None = None
+
+    def run(self, fn: Callable[..., Any], size: int, *args: object, timeout: float = 60.0) -> Wire:
+        """``fn(ctx, *args)`` on every rank, as with ``ranks(size).run``, and what went over the network."""
+        try:
+            if self._server is None:
+                self._server = self._start()
+            assert self._server.stdin is not None
+            assert self._server.stdout is not None
+            pickle.dump((fn.__module__, fn.__name__, size, args, timeout), self._server.stdin)
+            self._server.stdin.flush()
+            answer = pickle.load(self._server.stdout)
+        except BaseException:  # also a test timeout: the answer would be taken for that of the next run
+            self.close()
+            raise
+        if isinstance(answer, BaseException):
+            raise answer
+        assert isinstance(answer, Wire)
+        return answer
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        command = [*_ENTER, sys.executable, "-c", "from tests.netns import serve; serve()"]
+        path = os.pathsep.join(entry for entry in sys.path if entry)
+        return subprocess.Popen(
+            command,
+            cwd=Path(__file__).parent.parent,
+            env={**os.environ, "PYTHONPATH": path},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+
+    def close(self) -> None:
+        """Leave the network, which disappears with its last process."""
+        if self._server is not None:
+            assert self._server.stdin is not None
+            self._server.stdin.close()  # the server's sign to stop its ranks and end
+            self._server.wait()
+            self._server = None
+
+
+def serve() -> None:
+    """Inside the namespace: answer requests until they end."""
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what tests print must not end up among the answers
+    pool = RankPool()
+    try:
+        while True:
+            try:
+                module, name, size, args, timeout = pickle.load(sys.stdin.buffer)
+            except EOFError:
+                return
+            answer: Wire | Exception
+            try:
+                ranks = RankGroup(pool, size)
+                ranks.run(_meet)
+                before = _sent_over_loopback()
+                results = ranks.run(getattr(importlib.import_module(module), name), *args, timeout=timeout)
+                answer = Wire(_sent_over_loopback() - before, results)
+            except Exception as error:
+                answer = error
+            pickle.dump(answer, answers)
+            answers.flush()
+    finally:
+        pool.close()
+
+
+def _meet(ctx: RankContext) -> None:
+    """Nothing: starts the workers if need be, so that their rendezvous is not counted."""
 
 
 def _sent_over_loopback() -> int:
@@ -68,28 +128,3 @@ def _sent_over_loopback() -> int:
         if name.strip() == "lo":
             return int(counters.split()[8])
     raise RuntimeError("this network namespace has no loopback device")
-
-
-def _main() -> None:
-    import importlib
-
-    sys.path[:], module, name, size, args, timeout = pickle.load(sys.stdin.buffer)
-    fn = getattr(importlib.import_module(module), name)
-    pool = RankPool()
-    try:
-        ranks = RankGroup(pool, size)
-        ranks.run(_join)
-        before = _sent_over_loopback()
-        results = ranks.run(fn, *args, timeout=timeout)
-        after = _sent_over_loopback()
-    finally:
-        pool.close()
-    sys.stdout.buffer.write(pickle.dumps((after - before, results)))
-
-
-def _join(ctx: object) -> None:
-    """Nothing: a first run starts the workers, whose rendezvous is not what is counted."""
-
-
-if __name__ == "__main__":
-    _main()

@@ -1,4 +1,4 @@
-"""Rows arrive where they belong, in every dtype and any strides; what does not fit is refused before it is sent."""
+"""Rows arrive where they belong, in every dtype and any strides; what does not fit is refused unsent."""
 
 from __future__ import annotations
 
@@ -228,12 +228,11 @@ def fake_cp():
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_64_fake_ranks_give_the_shapes_and_bytes_of_a_real_run(fake_cp, device):
+def test_64_fake_ranks_give_the_shapes_and_bytes_of_a_real_run(fake_cp):
     with FakeTensorMode(), traffic() as t:
-        latent = torch.empty(2048, 1, 576, dtype=torch.bfloat16, device=device)
+        latent = torch.empty(2048, 1, 576, dtype=torch.bfloat16)
         gathered = all_gather_rows(latent, fake_cp, kind="latent", phase="forward").wait()
-        send = [torch.empty(7 if p < 8 else 0, 16, 192, device=device) for p in range(64)]
+        send = [torch.empty(7 if p < 8 else 0, 16, 192) for p in range(64)]
         recv_rows = [p + 2 if p < 8 else 0 for p in range(64)]
         exchanged = exchange_rows(send, recv_rows, fake_cp, kind="query", phase="forward").wait()
     for out, shape, dtype in (
@@ -241,7 +240,7 @@ def test_64_fake_ranks_give_the_shapes_and_bytes_of_a_real_run(fake_cp, device):
         (exchanged, (sum(range(2, 10)), 16, 192), torch.float32),
     ):
         assert isinstance(out, FakeTensor)
-        assert (out.shape, out.dtype, out.device.type) == (shape, dtype, device)
+        assert (out.shape, out.dtype) == (shape, dtype)
         assert out.is_contiguous()
     latent_bytes, row_bytes = 2 * 2048 * 576 * 63, 4 * 16 * 192
     assert t.records == [
@@ -257,7 +256,7 @@ def test_fake_ranks_check_like_real_ones(fake_cp):
 
 
 class _ListBackend:
-    """What a device backend is asked to do, done by hand: the pieces of this rank, seen from the other side."""
+    """Stands for a device backend: notes the rows that it is given, and delivers the source rank's number."""
 
     def __init__(self):
         self.calls = []

@@ -1,8 +1,8 @@
 """Configurations of published MLA models, as the dicts that their ``config.json`` holds.
 
 The values are those of the named Hugging Face repositories, without the keys that only serve loading
-(``auto_map``, ``torch_dtype``, ``transformers_version``, ``quantization_config``). Each dict is enough to build the
-whole model with Transformers: ``AutoConfig.for_model(**hf_config(name))``.
+(``auto_map``, ``torch_dtype``, ``transformers_version``, ``quantization_config``). Each dict is enough to
+build the whole model with Transformers: ``AutoConfig.for_model(**hf_config(name))``.
 """
 
 from __future__ import annotations
@@ -162,8 +162,8 @@ _PRESETS: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
             "v_head_dim": 128,
             "vocab_size": 129280,
         },
-        # moonshotai/Kimi-K2-Instruct (1T, 32B active). Its model_type is "kimi_k2" (remote code around the same
-        # DeepseekV3ForCausalLM); Moonshot's deployment guide names "deepseek_v3" as the drop-in replacement.
+        # moonshotai/Kimi-K2-Instruct (1T, 32B active). Its model_type is "kimi_k2", remote code around a
+        # DeepseekV3ForCausalLM; Moonshot's deployment guide names "deepseek_v3" as the drop-in replacement.
         "kimi-k2": {
             **_COMMON,
             **_SIGMOID_ROUTING,
@@ -263,8 +263,8 @@ _PRESETS: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
             "v_head_dim": 256,
             "vocab_size": 154880,
         },
-        # Not published by anyone: small enough to train on a CPU (forward and backward of 4096 tokens: 2 s on one
-        # core with a fused attention core). Query heads (48) and value heads (32) differ in size so that
+        # Not published by anyone: small enough to train on a CPU (forward and backward of 4096 tokens take
+        # 2 s on one core with a fused attention core). Query heads (48) and value heads (32) differ, so
         # neither can stand in for the other. The vocabulary is 256 byte values and 4 special tokens.
         "tiny": {
             **_COMMON,

@@ -1,0 +1,1 @@
+"""Measurements: what attention moves, keeps and takes."""

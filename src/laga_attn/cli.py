@@ -1,0 +1,32 @@
+"""The `laga-attn` command; each subcommand lives beside what it runs."""
+
+from __future__ import annotations
+
+import typer
+
+from laga_attn.doctor import doctor
+from laga_attn.train.command import train
+from laga_attn.train.demo import demo
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    name="laga-attn",
+    help="Context parallelism for multi-head latent attention: train, compare, check this machine.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="markdown",
+    pretty_exceptions_enable=False,
+)
+app.command()(train)
+app.command()(demo)
+app.command()(doctor)
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    app()
+
+
+if __name__ == "__main__":
+    main()
