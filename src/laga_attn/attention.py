@@ -98,9 +98,16 @@ def latent_attention(
         qk_nope_head_dim=qk_nope_head_dim, v_head_dim=v_head_dim, softmax_scale=softmax_scale, causal=causal,
         window=window, save=save, kernel=kernel, head_group=head_group, return_lse=return_lse,
     )  # fmt: skip
-    agree(cp, call.signature(), check_call(call))
-    out, lse = LatentAttentionFunction.apply(q, c_kv, k_rope, kv_b_weight, _plan(call), cp)
+    out, lse = _run(call)
     return (out, lse) if return_lse else out
+
+
+# Collectives and their plan are not for a graph compiler; the kernels are operators of their own.
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _run(call: Call) -> tuple[Tensor, Tensor]:
+    agree(call.cp, call.signature(), check_call(call))
+    result = LatentAttentionFunction.apply(*call.tensors().values(), _plan(call), call.cp)
+    return cast(tuple[Tensor, Tensor], result)
 
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:

@@ -30,7 +30,7 @@ _SIZES: Final = (
     "v_head_dim",
 )
 _OPTIONAL: Final = ("q_lora_rank", "rms_norm_eps", "attention_bias", "max_position_embeddings")
-_ROPE: Final = ("rope_theta", "rope_scaling", "rope_parameters", "rope_interleave")
+_ROPE: Final = ("rope_theta", "rope_scaling", "rope_parameters", "rope_interleave", "partial_rotary_factor")
 _READ: Final = frozenset({*_SIZES, *_OPTIONAL, *_ROPE, "qk_head_dim", "latent_norm_eps"})
 # Keys that have one of these in their name are about MLA, RoPE or which keys a query sees.
 _LOOKS_LIKE_MLA: Final = ("lora", "nope", "rope", "rotary", "mscale", "v_head", "qk_", "mla_", "index_topk")
@@ -43,6 +43,7 @@ _SCALING: Final = (  # keys of rope_parameters, and fields of RopeScaling
     "mscale_all_dim",
     "attention_factor",
     "truncate",
+    "partial_rotary_factor",
 )
 # Model types of Transformers whose rotary pairs lie a half apart without a word about it in their config.
 _PAIRS_HALVES: Final = frozenset({"minicpm3", "hy_v4"})
@@ -70,6 +71,8 @@ class RopeScaling:
             :attr:`MLAConfig.softmax_scale`.
         attention_factor: replaces :attr:`cos_sin_factor` if given.
         truncate: whether the ends of the blend are rounded to whole dimensions.
+        partial_rotary_factor: what Transformers calls the rotated part; says nothing new, kept for
+            :meth:`MLAConfig.to_hf`.
         extra: other keys of ``rope_parameters``, kept for :meth:`MLAConfig.to_hf`.
 
     Raises:
@@ -85,6 +88,7 @@ class RopeScaling:
     mscale_all_dim: float | None = None
     attention_factor: float | None = None
     truncate: bool = True
+    partial_rotary_factor: float | None = None
     extra: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
@@ -173,15 +177,14 @@ class MLAConfig:
             raise ValueError(f"qk_rope_head_dim must be even to form pairs; got {self.qk_rope_head_dim}")
         for name in ("rms_norm_eps", "latent_norm_eps", "rope_theta"):
             if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+                raise ValueError(f"{name} must be positive; got {getattr(self, name)}")
         # Transformers counts the rotated part against itself or against the whole head.
-        for given in (self.extra, self.rope_scaling.extra):
-            rotated = given.get("partial_rotary_factor")
-            if rotated not in (None, 1.0, self.qk_rope_head_dim / self.qk_head_dim):
-                raise ValueError(
-                    f"partial_rotary_factor={rotated} must be 1 or qk_rope_head_dim / qk_head_dim = "
-                    f"{self.qk_rope_head_dim}/{self.qk_head_dim}: the rotated part is rotated whole"
-                )
+        rotated = self.rope_scaling.partial_rotary_factor
+        if rotated not in (None, 1.0, self.qk_rope_head_dim / self.qk_head_dim):
+            raise ValueError(
+                f"partial_rotary_factor={rotated} must be 1 or qk_rope_head_dim / qk_head_dim = "
+                f"{self.qk_rope_head_dim}/{self.qk_head_dim}: the rotated part is rotated whole"
+            )
 
     @property
     def qk_head_dim(self) -> int:
@@ -255,6 +258,8 @@ class MLAConfig:
         parameters = _write_scaling(self.rope_scaling)
         hf["rope_scaling"] = parameters if self.rope_scaling.rope_type != "default" else None
         hf["rope_parameters"] = {"rope_theta": self.rope_theta, **parameters}
+        if self.rope_scaling.partial_rotary_factor is not None:
+            hf["partial_rotary_factor"] = self.rope_scaling.partial_rotary_factor
         return {**hf, **copy.deepcopy(dict(self.extra))}
 
 
@@ -306,9 +311,8 @@ def _check_sizes(hf: Mapping[str, Any]) -> None:
 
 
 def _warn_about(unread: Mapping[str, Any]) -> None:
-    # A key that is off (false or null) asks for nothing; the rotated part is checked by MLAConfig itself.
-    unknown = [key for key, value in unread.items() if value not in (None, False)]
-    unknown = sorted(set(unknown) - {"partial_rotary_factor"})
+    # A key that is off (false or null) asks for nothing.
+    unknown = sorted(key for key, value in unread.items() if value not in (None, False))
     if unknown:
         warnings.warn(
             f"this config has MLA or RoPE keys that are not understood: {', '.join(unknown)}. They are kept, "
@@ -338,6 +342,7 @@ def _read_rope(hf: Mapping[str, Any]) -> tuple[RopeScaling, float]:
     rope_type = rope.get("rope_type") or rope.get("type") or "default"
     if rope_type == "deepseek_yarn":  # another name of the same
         rope_type = "yarn"
+    rope.setdefault("partial_rotary_factor", hf.get("partial_rotary_factor"))
     values = {key: rope[key] for key in _SCALING if rope.get(key) is not None}
     if rope_type == "yarn":
         # As Transformers does: a value beside rope_parameters goes first, the longest length fills the gaps.

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import importlib.metadata
 import platform
-import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import typer
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
 from laga_attn.attention import latent_attention
+from laga_attn.bench.ranks import run_on_ranks
 from laga_attn.grid import ContextParallel
 from laga_attn.kernels import support_table
 from laga_attn.layout import SequenceLayout
@@ -69,9 +67,7 @@ def self_test() -> dict[tuple[str, int], float]:
     Raises:
         Exception: a process could not be started or could not finish.
     """
-    with tempfile.TemporaryDirectory(prefix="laga-attn-") as folder:
-        mp.spawn(_self_test_rank, args=(folder,), nprocs=_RANKS)  # type: ignore[no-untyped-call]
-        per_rank = [torch.load(Path(folder, f"errors-{rank}")) for rank in range(_RANKS)]
+    per_rank = run_on_ranks(_self_test_rank, _RANKS)
     return {case: max(errors[case] for errors in per_rank) for case in SELF_TEST_CASES}
 
 
@@ -81,25 +77,23 @@ def worst_error(actual: list[Tensor], expected: list[Tensor]) -> float:
     return max(error if error == error else float("inf") for error in errors)
 
 
-def _self_test_rank(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=_RANKS)
-    assert dist.group.WORLD is not None
+def _self_test_rank() -> dict[tuple[str, int], float]:
+    world = dist.group.WORLD
+    assert world is not None
     layout = SequenceLayout.zigzag(61, _RANKS)  # a length that needs pads
     alone = _forward_backward("explicit", ContextParallel.none(), SequenceLayout.zigzag(61, 1), lambda t: t)
-    shard = partial(layout.shard, rank=rank, dim=1)
+    shard = partial(layout.shard, rank=dist.get_rank(), dim=1)
     expected = [shard(tensor) for tensor in alone[:-1]] + alone[-1:]
     errors = {}
     for scheme, degree in SELF_TEST_CASES:
-        cp = ContextParallel(dist.group.WORLD, degree)
+        cp = ContextParallel(world, degree)
         actual = _forward_backward(scheme, cp, layout, shard)
         dist.all_reduce(actual[-1])
         errors[scheme, degree] = worst_error(actual, expected)
-    torch.save(errors, Path(folder, f"errors-{rank}"))
-    dist.destroy_process_group()
+    return errors
 
 
-def _forward_backward(scheme: str, cp: ContextParallel, layout: SequenceLayout, shard) -> list[Tensor]:
+def _forward_backward(scheme: str, cp: ContextParallel, layout: SequenceLayout, shard: Callable[[Tensor], Tensor]) -> list[Tensor]:
     """`out, dq, dc_kv, dk_rope, dW` of one call on this rank's part of fixed random inputs."""
     generator = torch.Generator().manual_seed(0)
     random = partial(torch.randn, generator=generator, dtype=torch.float64)

@@ -154,15 +154,15 @@ class MultiheadLatentAttention(nn.Module):
     def _pairing(self) -> Pairing:
         return "interleave" if self.cfg.rope_interleave else "half"
 
-    def _problem(self, hidden_states: Tensor, layout: SequenceLayout, positions: Tensor | None) -> str | None:
+    def _problem(self, hidden: Tensor, layout: SequenceLayout, positions: Tensor | None) -> str | None:
         """What would fail, or go wrong unseen, before :func:`latent_attention` can look at it."""
-        tokens, batch = layout.local_len, hidden_states.shape[0]
+        tokens, batch = layout.local_len, hidden.shape[0]
         if layout.cp_size != self.cp.size:
-            return f"the layout is for {layout.cp_size} ranks, but the group has {self.cp.size}: build it with that"
-        if hidden_states.ndim != 3 or hidden_states.shape[1:] != (tokens, self.cfg.hidden_size):
+            return f"the layout is for {layout.cp_size} ranks, the group has {self.cp.size}: build it anew"
+        if hidden.ndim != 3 or hidden.shape[1:] != (tokens, self.cfg.hidden_size):
             return (
-                f"hidden_states must be [B, {tokens}, {self.cfg.hidden_size}], the tokens of one rank in this "
-                f"layout by hidden_size; got {list(hidden_states.shape)}. Shard the sequence with layout.shard"
+                f"hidden_states must be [B, {tokens}, {self.cfg.hidden_size}], one rank's tokens in this "
+                f"layout by hidden_size; got {list(hidden.shape)}. Shard the sequence with layout.shard"
             )
         if positions is not None and positions.shape not in ((tokens,), (batch, tokens)):
             return (
@@ -171,8 +171,8 @@ class MultiheadLatentAttention(nn.Module):
             )
         if not isinstance(self.kv_b_proj, nn.Linear):
             return (
-                f"kv_b_proj was replaced by a {type(self.kv_b_proj).__name__}, but its weight is used without "
-                "calling it: merge the adapter into the weight, or do not target this projection"
+                f"kv_b_proj is now a {type(self.kv_b_proj).__name__}, but its weight is used without calling "
+                "it: merge the adapter into the weight, or do not target this projection"
             )
         return None
 

@@ -19,7 +19,7 @@ from typing import Final
 
 import numpy as np
 
-from laga_attn.layout import Index, SequenceLayout, ranges
+from laga_attn.layout import Index, SequenceLayout
 from laga_attn.spans import Span
 
 __all__ = ["Routing", "Rows", "TokenRoute", "heads_of", "route_tokens"]

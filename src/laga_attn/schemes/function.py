@@ -30,7 +30,7 @@ class LatentAttentionFunction(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         kept = ctx.saved_tensors  # read once: under saved_tensors_hooks every read unpacks again
         needs_q, needs_c_kv, needs_k_rope, needs_weight = ctx.needs_input_grad[:4]

@@ -13,18 +13,17 @@ from itertools import islice
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from rich.console import Console
-from torch import Tensor, nn
+from torch import nn
 
 from laga_attn.gradients import reduce_gradients
 from laga_attn.grid import ContextParallel
-from laga_attn.integrations.transformers import parallelize
-from laga_attn.layout import LMShard, SequenceLayout
+from laga_attn.integrations.transformers import ParallelizedModel, parallelize
 from laga_attn.traffic import traffic
 from laga_attn.train import checkpoint
 from laga_attn.train.data import Position, Row, stream
 from laga_attn.train.errors import UsageError
+from laga_attn.train.loss import shard_row, token_loss_sum
 from laga_attn.train.metrics import MetricsLog, Screen, StepMetrics, draw_loss, read_metrics
 from laga_attn.train.model import build, export, optimizer_groups
 from laga_attn.train.options import Ranks, learning_rate
@@ -56,7 +55,7 @@ def train(run: Run, device: torch.device, stop: StopRequest, console: Console) -
     """
     options, rank = run.options, dist.get_rank()
     model = build(run.model, options, device)
-    everywhere(lambda: _parallelize(model, run))
+    handle = everywhere(lambda: _parallelize(model, run))
     groups = optimizer_groups(model, options.weight_decay)
     optimizer = torch.optim.AdamW(groups, lr=options.lr, betas=(0.9, 0.95))
     worker = _Worker(run, rank, device, model, optimizer)
@@ -93,28 +92,25 @@ def train(run: Run, device: torch.device, stop: StopRequest, console: Console) -
         if step < options.steps:
             console.print(f"stopped after step {step} of {options.steps}; continue {options.out} with --resume")
         elif options.export is not None:
+            handle.undo()
             export(model, options.export)
             console.print(f"exported to {options.export}")
 
     on_first_rank(finish)
 
 
-def _parallelize(model: nn.Module, run: Run) -> None:
+def _parallelize(model: nn.Module, run: Run) -> ParallelizedModel:
     options = run.options
-    group = _context_group(run)
+    cp = ContextParallel(_context_group(run), options.ulysses_degree)
     try:
-        parallelize(
-            model, cp=ContextParallel(group, options.ulysses_degree), scheme=options.scheme, save=options.save
-        )
+        return parallelize(model, cp=cp, scheme=options.scheme, save=options.save)
     except ValueError as error:
         raise UsageError(str(error)) from error
 
 
-def _context_group(run: Run) -> dist.ProcessGroup | None:
+def _context_group(run: Run) -> dist.ProcessGroup:
     """The ranks that share this rank's sequences. Every rank takes part in making every group."""
     ranks = run.ranks
-    if ranks.data_parallel == 1:
-        return dist.group.WORLD
     size = ranks.context_parallel
     groups = [
         dist.new_group(list(range(first, first + size)), timeout=timedelta(seconds=run.options.timeout))
@@ -161,15 +157,17 @@ def _step(worker: _Worker, done: int, rows: list[Row], stop: StopRequest) -> tup
     """One optimizer step, and whether any rank has been asked to stop."""
     started = time.perf_counter()
     options, device = worker.run.options, worker.device
-    shards = [_shard(worker, row) for row in rows]
+    cp_size = worker.run.ranks.context_parallel
+    shards = [shard_row(row, cp_size, worker.rank % cp_size, device) for row in rows]
     valid = sum(int(shard.loss_mask.sum()) for _, shard in shards)
     tokens = int(reduce([valid], dist.ReduceOp.SUM, device)[0])
     loss_sum = 0.0
     with traffic() as ledger:
         for layout, shard in shards:
-            loss = _token_losses(worker, layout, shard)
+            with torch.autocast(device.type, torch.bfloat16, enabled=options.dtype == "bf16"):
+                loss = token_loss_sum(worker.model, layout, shard)
             # Divided by the tokens of all ranks and all passes: gradients then only need to be summed.
-            (loss / max(1, tokens)).backward()
+            torch.autograd.backward(loss / max(1, tokens))
             loss_sum += loss.item()
     parameters = [parameter for parameter in worker.model.parameters() if parameter.requires_grad]
     reduce_gradients(parameters, dist.group.WORLD)
@@ -197,24 +195,6 @@ def _step(worker: _Worker, done: int, rows: list[Row], stop: StopRequest) -> tup
         peak_bytes=int(peak_bytes),
     )
     return metrics, bool(stopping)
-
-
-def _shard(worker: _Worker, row: Row) -> tuple[SequenceLayout, LMShard]:
-    cp_size = worker.run.ranks.context_parallel
-    layout = SequenceLayout.packed(row.cu_seqlens, cp_size)
-    tokens = torch.from_numpy(row.tokens)[None]  # [1, seq_len]
-    shard = layout.shard_lm(tokens, worker.rank % cp_size)
-    return layout, LMShard(*(part.to(worker.device) for part in shard))
-
-
-def _token_losses(worker: _Worker, layout: SequenceLayout, shard: LMShard) -> Tensor:
-    """Sum of the losses of this rank's tokens, fp32. Part of the graph even where no token counts."""
-    with torch.autocast(worker.device.type, torch.bfloat16, enabled=worker.run.options.dtype == "bf16"):
-        output = worker.model(
-            input_ids=shard.input_ids, position_ids=shard.position_ids, layout=layout, use_cache=False
-        )
-    logits = output.logits.float().flatten(0, 1)  # [local_len, vocab]
-    return F.cross_entropy(logits, shard.labels.flatten(), ignore_index=-100, reduction="sum")
 
 
 def _peak_bytes(device: torch.device) -> int:

@@ -1,0 +1,145 @@
+"""Bad calls of `latent_attention`: the same ValueError on every rank, before data moves and within seconds."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+import laga_attn as laga
+from laga_attn.layout import SequenceLayout
+
+HEADS, NOPE, ROPE, V, RANK, TOKENS = 4, 6, 4, 5, 8, 16
+
+
+def _call(ctx, changes, only_rank=None):
+    """A good call, but for `changes`, on all ranks or on one."""
+    mine = changes if only_rank in (None, ctx.rank) else {}
+    size = ctx.size
+    layout = SequenceLayout.zigzag(mine.get("tokens", TOKENS), mine.get("layout_size", size))
+    if "layout_kind" in mine:
+        layout = getattr(SequenceLayout, mine["layout_kind"])(TOKENS, size)
+    if "cu_seqlens" in mine:
+        layout = SequenceLayout.packed(mine["cu_seqlens"], size)
+    local = mine.get("local", layout.local_len)
+    dtype = mine.get("dtype", torch.float64)
+    batch, heads = mine.get("batch", 1), mine.get("heads", HEADS)
+    tensors = {
+        "q": torch.randn(batch, local, heads, mine.get("q_width", NOPE + ROPE), dtype=dtype),
+        "c_kv": torch.randn(batch, local, mine.get("latent_width", RANK), dtype=mine.get("latent_dtype", dtype)),
+        "k_rope": torch.randn(batch, local, ROPE, dtype=dtype),
+        "kv_b_weight": torch.randn(*mine.get("weight_shape", (heads * (NOPE + V), RANK)), dtype=dtype),
+    }
+    for name in mine.get("requires_grad", ()):
+        tensors[name].requires_grad_()
+    if "reshape_q" in mine:
+        tensors["q"] = tensors["q"].flatten(1, 2)
+    cp = laga.ContextParallel(ctx.group, mine.get("degree"))
+    options = {"scheme": "laga", "qk_nope_head_dim": NOPE, "v_head_dim": V} | mine.get("options", {})
+    return laga.latent_attention(**tensors, layout=layout, cp=cp, **options)
+
+
+BAD = {
+    "layout for another cp_size": ({"layout_size": 6}, "layout is for 6 ranks, but the context-parallel group has 3"),
+    "tokens that the layout does not hold": ({"local": 7}, "q holds 7 tokens, but this layout gives every rank 6"),
+    "wrong q width": ({"q_width": 9}, "head width 9, but qk_nope_head_dim 6"),
+    "wrong number of dimensions": ({"reshape_q": True}, r"q must have shape \[B, s, H, nope \+ rope\]"),
+    "wrong weight shape": ({"weight_shape": (40, RANK)}, r"kv_b_weight has shape \[40, 8\].*need \[44, 8\]"),
+    "wrong latent width": ({"latent_width": 9}, r"over a latent of width 9 need \[44, 9\]"),
+    "mixed dtypes": ({"latent_dtype": torch.float32}, "one dtype.*q torch.float64, c_kv torch.float32"),
+    "scale that is not positive": ({"options": {"softmax_scale": 0.0}}, "softmax_scale must be positive, got 0.0"),
+    "heads not divisible by U": ({"degree": 3, "heads": 4}, "4 heads cannot be divided over ulysses_degree=3.*one of 1"),
+    "unknown scheme": ({"options": {"scheme": "ring"}}, "unknown scheme 'ring'; choose one of explicit, absorbed, laga"),
+    "save that the scheme has not": (
+        {"options": {"scheme": "explicit", "save": "gathered"}}, "save='gathered' is not possible with scheme 'explicit'"
+    ),
+    "save that auto cannot promise": (
+        {"options": {"scheme": "auto", "save": "kv"}}, "save='kv' is not possible with scheme 'auto'"
+    ),
+    "unknown kernel": ({"options": {"kernel": "flash9"}}, "unknown kernel 'flash9'"),
+    "kernel that cannot": ({"options": {"kernel": "sdpa"}}, "head dims 10/5.*qk_head_dim == v_head_dim"),
+    "window without causal": ({"options": {"window": 4, "causal": False}}, "window=4 needs causal=True"),
+    "empty window": ({"options": {"window": 0}}, "window=0 needs causal=True and at least 1 token"),
+    "no heads in a group": ({"options": {"head_group": 0}}, "head_group must be at least 1 head, got 0"),
+    "batch of packs": ({"batch": 2, "cu_seqlens": [0, 6, 16]}, "needs batch size 1, got 2; merge the rows into one pack"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_arguments_raise_the_same_error_on_every_rank(ranks, name):
+    changes, message = BAD[name]
+    started = time.monotonic()
+    ranks(3).run_raises(_call, changes, match=message)
+    assert time.monotonic() - started < 20
+
+
+@pytest.mark.parametrize("name", BAD)
+@pytest.mark.parametrize("bad_rank", [0, 2])
+def test_one_bad_rank_stops_all_ranks_with_the_same_error(ranks, name, bad_rank):
+    changes, message = BAD[name]
+    ranks(3).run_raises(_call, changes, bad_rank, match=f"(?s)rank {bad_rank}.*{message}|disagree")
+
+
+DIFFERENT = {
+    "tokens": ({"tokens": 40}, "shape of q"),
+    "batch": ({"batch": 2}, "shape of q"),
+    "dtype": ({"dtype": torch.float32}, "dtypes"),
+    "layout": ({"layout_kind": "contiguous"}, "layout"),
+    "documents": ({"cu_seqlens": [0, 8, 16]}, "layout"),
+    "scheme": ({"options": {"scheme": "absorbed"}}, "scheme: rank 0, 2 have 'laga'; rank 1 has 'absorbed'"),
+    "ulysses degree": ({"degree": 1}, "ulysses_degree"),
+    "save policy": ({"options": {"save": "gathered"}}, "save"),
+    "causal": ({"options": {"causal": False}}, "causal"),
+    "scale": ({"options": {"softmax_scale": 0.25}}, "softmax_scale"),
+    "return_lse": ({"options": {"return_lse": True}}, "return_lse"),
+    "a rank without trainable inputs": ({"requires_grad": ("q",)}, "wanted gradients"),
+}
+
+
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_ranks_that_disagree_all_hear_of_it(ranks, name):
+    changes, message = DIFFERENT[name]
+    ranks(3).run_raises(_call, changes, 1, match=message)
+
+
+def _agree_then_disagree(ctx):
+    for _ in range(2):
+        _call(ctx, {})
+    _call(ctx, {"options": {"causal": False}}, only_rank=1)
+
+
+def test_a_rank_that_changes_its_mind_later_is_heard_too(ranks):
+    ranks(3).run_raises(_agree_then_disagree, match="causal: rank 0, 2 have True; rank 1 has False")
+
+
+def _good(ctx):
+    return _call(ctx, {}).shape
+
+
+def test_the_good_call_is_good(ranks):
+    assert ranks(3).run(_good) == [torch.Size((1, 6, HEADS, V))] * 3
+
+
+def test_one_process_needs_no_group():
+    layout = SequenceLayout.contiguous(5, 1)
+    out = laga.latent_attention(
+        torch.randn(2, 5, 3, 10), torch.randn(2, 5, 8), torch.randn(2, 5, 4), torch.randn(3 * 11, 8),
+        layout=layout, qk_nope_head_dim=6, v_head_dim=5,
+    )  # fmt: skip
+    assert out.shape == (2, 5, 3, 5)
+
+
+def test_environment_variables_do_not_change_the_numbers(monkeypatch):
+    generator = torch.Generator().manual_seed(1)
+    tensors = [torch.randn(*shape, generator=generator) for shape in ((1, 9, 3, 10), (1, 9, 8), (1, 9, 4), (33, 8))]
+
+    def run():
+        return laga.latent_attention(
+            *tensors, layout=SequenceLayout.contiguous(9, 1), qk_nope_head_dim=6, v_head_dim=5
+        )
+
+    plain = run()
+    for name in ("NVTE_FP8_DPA_BWD", "NVTE_BATCH_MHA_P2P_COMM", "LAGA_SCHEME", "LAGA_KERNEL", "FLASH_ATTENTION"):
+        monkeypatch.setenv(name, "1")
+    assert torch.equal(run(), plain)
