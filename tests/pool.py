@@ -47,7 +47,7 @@ _GRACE = 5.0  # seconds that the other ranks get to finish after one has failed
 
 # One server imports what takes long; the workers, also those of a restarted pool, are forked from it.
 _processes = multiprocessing.get_context("forkserver")
-_processes.set_forkserver_preload(["tests.pool", "laga_attn"])
+_processes.set_forkserver_preload(["tests.pool", "laga_attn", "pytest", "hypothesis"])
 
 
 @dataclass(frozen=True)

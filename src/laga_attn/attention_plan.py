@@ -74,9 +74,13 @@ class AttentionPlan:
     def heads_of(self, rank: int) -> slice:
         return heads_of(rank, self.ulysses_degree, self.dims.num_heads)
 
+    @property
+    def num_own_heads(self) -> int:
+        return self.dims.num_heads // self.ulysses_degree
+
     def own_head_groups(self) -> list[slice]:
         """The rank's own heads in groups that are rebuilt together, counted from its first head."""
-        return self._groups(self.dims.num_heads // self.ulysses_degree)
+        return self._groups(self.num_own_heads)
 
     def all_head_groups(self) -> list[slice]:
         """All heads of the model in groups of the same size."""

@@ -24,11 +24,12 @@ __all__ = [
     "Finish",
     "acc_dtype",
     "add_rows",
+    "empty_local",
     "gather_keys",
+    "put",
     "return_heads",
     "return_key_grads",
     "send_heads",
-    "spread",
     "take",
 ]
 
@@ -58,43 +59,71 @@ def add_rows(total: Tensor, rows: Rows, part: Tensor) -> None:
 
 
 def send_heads(
-    x: Tensor, routing: Routing, cp: ContextParallel, ulysses_degree: int, kind: str, phase: Phase
+    x: Tensor, group: slice, routing: Routing, cp: ContextParallel, ulysses_degree: int, kind: str, phase: Phase
 ) -> Finish:
-    """From all heads of the rank's own tokens to the rank's heads of its Ulysses group's tokens.
+    """From the rank's own tokens, all heads, to a group of the rank's heads over its Ulysses group's tokens.
 
     Args:
         x: `[B, s, H, D]`, pads included.
+        group: which of the rank's heads, counted from its first; every rank asks for the same places.
 
     Returns:
-        A closure that gives `[B, queries, H / U, D]`, sequence-first in storage.
+        A closure that gives `[B, queries, heads of the group, D]`, sequence-first in storage.
     """
     rows = take(x.transpose(0, 1), routing.real)  # [n, B, H, D]
     if ulysses_degree == 1:
-        return lambda: rows.transpose(0, 1)
-    heads = x.shape[2]
+        return lambda: rows[:, :, group].transpose(0, 1)
     pieces = [
-        take(rows[:, :, heads_of(peer, ulysses_degree, heads)], routing.queries.send[peer]) for peer in range(cp.size)
+        take(rows[:, :, _heads(peer, group, ulysses_degree, x.shape[2])], routing.queries.send[peer])
+        for peer in range(cp.size)
     ]
     pending = exchange_rows(pieces, routing.queries.received, cp, kind=kind, phase=phase)
     return lambda: take(pending.wait(), routing.queries.order).transpose(0, 1)
 
 
 def return_heads(
-    x: Tensor, routing: Routing, cp: ContextParallel, ulysses_degree: int, kind: str, phase: Phase
-) -> Finish:
-    """The transpose of `send_heads`: `[B, queries, H / U, D]` back to `[B, s, H, D]`, exact zeros at pads."""
-    rows = x.transpose(0, 1)  # [queries, B, h, D]
+    x: Tensor,
+    local: Tensor,
+    group: slice,
+    routing: Routing,
+    cp: ContextParallel,
+    ulysses_degree: int,
+    kind: str,
+    phase: Phase,
+) -> Callable[[], None]:
+    """The transpose of `send_heads`: `[B, queries, heads of the group, D]` into its places in `local`.
+
+    Args:
+        local: `[B, s, H, D]`, written at the real tokens; start from `empty_local`, which is zero at pads.
+
+    Returns:
+        A closure that waits and writes.
+    """
+    rows, target = x.transpose(0, 1), local.transpose(0, 1)  # [queries, B, hg, D], [s, B, H, D]
     if ulysses_degree == 1:
-        return lambda: spread(rows, routing).transpose(0, 1)
+        put(target[:, :, group], routing.real, rows)
+        return lambda: None
     route = routing.queries
     pending = exchange_rows(_in_arrival_order(rows, route), route.sent, cp, kind=kind, phase=phase)
 
-    def finish() -> Tensor:
-        pieces = pending.wait().unflatten(0, (ulysses_degree, routing.real_len))  # [U, n, B, h, D]
-        joined = pieces.permute(1, 2, 0, 3, 4).flatten(2, 3)  # [n, B, H, D]
-        return spread(joined, routing).transpose(0, 1)
+    def finish() -> None:
+        pieces = pending.wait().unflatten(0, (ulysses_degree, routing.real_len))  # [U, n, B, hg, D]
+        for member, piece in enumerate(pieces):
+            put(target[:, :, _heads(member, group, ulysses_degree, local.shape[2])], routing.real, piece)
 
     return finish
+
+
+def empty_local(like: Tensor, routing: Routing, heads: int, width: int, dtype: torch.dtype | None = None) -> Tensor:
+    """`[B, s, heads, width]` for `return_heads`, sequence-first in storage: exact zeros wherever pads are."""
+    shape = (routing.local_len, like.shape[0], heads, width)
+    new = like.new_zeros if routing.has_pads else like.new_empty
+    return new(shape, dtype=dtype or like.dtype).transpose(0, 1)
+
+
+def _heads(rank: int, group: slice, ulysses_degree: int, num_heads: int) -> slice:
+    first = heads_of(rank, ulysses_degree, num_heads).start
+    return slice(first + group.start, first + group.stop)
 
 
 def gather_keys(
@@ -147,16 +176,12 @@ def _in_arrival_order(rows: Tensor, route: TokenRoute, dtype: torch.dtype | None
     return list(arrived.split(list(route.received)))
 
 
-def spread(rows: Tensor, routing: Routing) -> Tensor:
-    """Real rows `[n, ...]` to local rows `[s, ...]`, zero at pads."""
-    if not routing.has_pads:
-        return rows
-    local = rows.new_zeros(routing.local_len, *rows.shape[1:])
-    if isinstance(routing.real, slice):
-        local[routing.real] = rows
+def put(local: Tensor, rows: Rows, part: Tensor) -> None:
+    """`local[rows] = part` along dim 0."""
+    if isinstance(rows, slice):
+        local[rows] = part
     else:
-        local.index_copy_(0, _tensor(routing.real, rows.device), rows)
-    return local
+        local.index_copy_(0, _tensor(rows, local.device), part)
 
 
 def _tensor(rows: np.ndarray, device: torch.device) -> Tensor:

@@ -17,7 +17,7 @@ from laga_attn.grid import ContextParallel
 from laga_attn.movement import acc_dtype, gather_keys, return_key_grads
 from laga_attn.schemes.interface import Grads, Kept, Needs
 from laga_attn.schemes.latent import join_latent, split_latent_grad, sum_contributions, weight_rows
-from laga_attn.schemes.queries import return_output, return_query_grad, send_output_grad, send_query
+from laga_attn.schemes.queries import OutputReturn, QueryGradReturn, send_output_grads, send_queries
 
 __all__ = ["backward", "forward"]
 
@@ -26,68 +26,72 @@ def forward(
     q: Tensor, c_kv: Tensor, k_rope: Tensor, weight: Tensor, plan: AttentionPlan, cp: ContextParallel
 ) -> tuple[Tensor, Tensor | None, Kept]:
     """Shapes as in `latent_attention`; `save="gathered"` keeps the gathered latent."""
-    dims = plan.dims
+    dims, groups = plan.dims, plan.own_head_groups()
     own_weight = weight[weight_rows(plan.heads, dims)]
     finish_latent = gather_keys(join_latent(c_kv, k_rope, plan.routing), plan.routing, cp, "latent", "forward")
-    query = send_query(q, plan, cp)()
-    latent = finish_latent()
+    arriving = send_queries(q, groups, plan, cp)
+    latent, returning = finish_latent(), OutputReturn(q, plan, cp)
     k, v = _shared_kv(latent, dims)
 
-    batch, tokens, heads = query.shape[:3]
-    latent_out = query.new_empty(tokens, batch, heads, dims.kv_lora_rank).transpose(0, 1)
-    out = query.new_empty(tokens, batch, heads, dims.v_head_dim).transpose(0, 1)
-    lse = query.new_empty(batch, heads, tokens, dtype=acc_dtype(q.dtype))
-    for group in plan.own_head_groups():
+    queries, lses, latent_outs = [], [], []
+    for group, arrive in zip(groups, arriving, strict=True):
         w_uk, w_uv = _up_weights(own_weight[weight_rows(group, dims)], dims)
-        absorbed = _absorb(query[:, :, group], w_uk, dims)
-        latent_out[:, :, group], lse[:, group] = plan.kernel.forward(
-            absorbed, k, v, plan.routing.spans, plan.softmax_scale
+        query = arrive()
+        latent_out, lse = plan.kernel.forward(
+            _absorb(query, w_uk, dims), k, v, plan.routing.spans, plan.softmax_scale
         )
-        out[:, :, group] = _per_head(latent_out[:, :, group], w_uv.mT)
-    local_out, local_lse = return_output(out, lse, plan, cp)
+        returning.start(group, _per_head(latent_out, w_uv.mT), lse)
+        queries.append(query)
+        lses.append(lse)
+        latent_outs.append(latent_out)
+    local_out, local_lse = returning.finish()
     kept_latent = latent if plan.save == "gathered" else None
-    return local_out, local_lse, (query, local_out, lse, latent_out, c_kv, k_rope, weight, kept_latent)
+    return local_out, local_lse, (c_kv, local_out, k_rope, weight, kept_latent, *queries, *lses, *latent_outs)
 
 
 def backward(
     dout: Tensor, dlse: Tensor | None, kept: Kept, needs: Needs, plan: AttentionPlan, cp: ContextParallel
 ) -> Grads:
     """Absorb again, attend backward in latent space, and unfold the gradients of both up-projections."""
-    dims, routing = plan.dims, plan.routing
-    query, out, lse, latent_out, c_kv, k_rope, weight, latent = kept
+    dims, routing, groups = plan.dims, plan.routing, plan.own_head_groups()
+    c_kv, out, k_rope, weight, latent, *by_group = kept
+    queries, lses, latent_outs = (by_group[i * len(groups) : (i + 1) * len(groups)] for i in range(3))
     if latent is None:
-        latent = gather_keys(join_latent(c_kv, k_rope, routing), routing, cp, "latent", "backward")()
-    own_dout, delta = send_output_grad(dout, dlse, out, plan, cp)()
+        finish_latent = gather_keys(join_latent(c_kv, k_rope, routing), routing, cp, "latent", "backward")
+    arriving = send_output_grads(dout, dlse, out, groups, plan, cp)
+    if latent is None:
+        latent = finish_latent()
     k, v = _shared_kv(latent, dims)
 
     own_weight = weight[weight_rows(plan.heads, dims)]
     d_weight = torch.zeros_like(weight) if plan.ulysses_degree > 1 else torch.empty_like(weight)
     own_d_weight = d_weight[weight_rows(plan.heads, dims)]
     d_latent = latent.new_zeros(latent.shape, dtype=acc_dtype(latent.dtype))
-    dq = query.new_empty(query.shape[1], query.shape[0], *query.shape[2:]).transpose(0, 1)
+    returning = QueryGradReturn(dout, plan, cp) if needs.query else None
     nope, rank = dims.qk_nope_head_dim, dims.kv_lora_rank
-    for group in plan.own_head_groups():
-        rows = weight_rows(group, dims)
+    for number, group in enumerate(groups):
+        rows, query = weight_rows(group, dims), queries[number]
         w_uk, w_uv = _up_weights(own_weight[rows], dims)
         dw_uk, dw_uv = _up_weights(own_d_weight[rows], dims)
-        absorbed = _absorb(query[:, :, group], w_uk, dims)
-        d_latent_out = _per_head(own_dout[:, :, group], w_uv)
+        own_dout, delta = arriving[number]()
         # The sum over heads of dK and dV comes out of the kernel in the accumulation dtype.
         d_absorbed, dk, dv = plan.kernel.backward(
-            d_latent_out, delta[:, group], absorbed, k, v, lse[:, group], routing.spans, plan.softmax_scale
-        )
+            _per_head(own_dout, w_uv), delta, _absorb(query, w_uk, dims), k, v, lses[number],
+            routing.spans, plan.softmax_scale,
+        )  # fmt: skip
+        if returning:
+            dq = torch.cat([_per_head(d_absorbed[..., :rank], w_uk.mT), d_absorbed[..., rank:]], dim=-1)
+            returning.start(group, dq)
         d_latent += dk.transpose(0, 1).squeeze(2)
         d_latent[..., :rank] += dv.transpose(0, 1).squeeze(2)
-        dq[:, :, group, :nope] = _per_head(d_absorbed[..., :rank], w_uk.mT)
-        dq[:, :, group, nope:] = d_absorbed[..., rank:]
-        dw_uk.copy_(_outer_per_head(query[:, :, group, :nope], d_absorbed[..., :rank]))
-        dw_uv.copy_(_outer_per_head(own_dout[:, :, group], latent_out[:, :, group]))
+        dw_uk.copy_(_outer_per_head(query[..., :nope], d_absorbed[..., :rank]))
+        dw_uv.copy_(_outer_per_head(own_dout, latent_outs[number]))
 
     d_c_kv, d_k_rope = None, None
     if needs.latent:
         contributions = return_key_grads(d_latent, routing, cp, c_kv.dtype, "latent_grad", "backward")()
         d_c_kv, d_k_rope = split_latent_grad(sum_contributions(contributions, plan), plan, c_kv.dtype)
-    d_query = return_query_grad(dq, plan, cp)() if needs.query else None
+    d_query = returning.finish() if returning else None
     return Grads(d_query, d_c_kv, d_k_rope, d_weight if needs.weight else None)
 
 

@@ -14,7 +14,7 @@ from laga_attn.grid import ContextParallel
 from laga_attn.movement import acc_dtype, add_rows, gather_keys, return_key_grads
 from laga_attn.schemes.interface import Grads, Kept, Needs
 from laga_attn.schemes.latent import expand_kv, fold_kv_grads, join_latent, split_latent_grad, weight_rows
-from laga_attn.schemes.queries import return_output, return_query_grad, send_output_grad, send_query
+from laga_attn.schemes.queries import OutputReturn, QueryGradReturn, send_output_grads, send_queries
 from laga_attn.traffic import Phase
 
 __all__ = ["backward", "forward"]
@@ -24,12 +24,15 @@ def forward(
     q: Tensor, c_kv: Tensor, k_rope: Tensor, weight: Tensor, plan: AttentionPlan, cp: ContextParallel
 ) -> tuple[Tensor, Tensor | None, Kept]:
     """Shapes as in `latent_attention`; `save="kv"` keeps the K and V that were attended to."""
-    finish_query = send_query(q, plan, cp)
+    all_heads = slice(0, plan.num_own_heads)
+    (finish_query,) = send_queries(q, [all_heads], plan, cp)
     kv = _exchange_kv(c_kv, k_rope, weight, plan, cp, "forward")  # [keys, B, h, Dqk + Dv]
     query = finish_query()
     k, v = kv.transpose(0, 1).split([plan.dims.qk_head_dim, plan.dims.v_head_dim], dim=-1)
     out, lse = plan.kernel.forward(query, k, v, plan.routing.spans, plan.softmax_scale)
-    local_out, local_lse = return_output(out, lse, plan, cp)
+    returning = OutputReturn(q, plan, cp)
+    returning.start(all_heads, out, lse)
+    local_out, local_lse = returning.finish()
     kept_kv = kv if plan.save == "kv" else None
     return local_out, local_lse, (query, local_out, lse, c_kv, k_rope, weight, kept_kv)
 
@@ -39,7 +42,8 @@ def backward(
 ) -> Grads:
     """dK and dV go home and are folded into the latent and the weight there."""
     query, out, lse, c_kv, k_rope, weight, kv = kept
-    finish_dout = send_output_grad(dout, dlse, out, plan, cp)
+    all_heads = slice(0, plan.num_own_heads)
+    (finish_dout,) = send_output_grads(dout, dlse, out, [all_heads], plan, cp)
     if kv is None:
         kv = _exchange_kv(c_kv, k_rope, weight, plan, cp, "backward")
     own_dout, delta = finish_dout()
@@ -48,7 +52,10 @@ def backward(
         own_dout, delta, query, k, v, lse, plan.routing.spans, plan.softmax_scale
     )
     del own_dout, kv, k, v
-    finish_dq = return_query_grad(dq, plan, cp) if needs.query else None
+    returning = QueryGradReturn(dout, plan, cp) if needs.query else None
+    if returning:
+        returning.start(all_heads, dq)
+    del dq
     d_c_kv, d_k_rope, d_weight = None, None, None
     if needs.latent or needs.weight:
         dkv = torch.cat([dk, dv], dim=-1).transpose(0, 1)  # [keys, B, h, Dqk + Dv]
@@ -57,7 +64,7 @@ def backward(
         del dkv
         d_c_kv, d_k_rope, d_weight = _fold(_sum_by_heads(contributions(), plan), c_kv, k_rope, weight, plan)
     return Grads(
-        finish_dq() if finish_dq else None,
+        returning.finish() if returning else None,
         d_c_kv if needs.latent else None,
         d_k_rope if needs.latent else None,
         d_weight if needs.weight else None,

@@ -35,7 +35,7 @@ class LatentAttentionFunction(torch.autograd.Function):
         kept = ctx.saved_tensors  # read once: under saved_tensors_hooks every read unpacks again
         needs_q, needs_c_kv, needs_k_rope, needs_weight = ctx.needs_input_grad[:4]
         if dout is None:
-            dout = torch.zeros_like(kept[1])  # only the LSE was used; every scheme keeps (query, out, ...)
+            dout = torch.zeros_like(kept[1])  # only the LSE was used; every scheme keeps `out` second
         grads = SCHEME_TABLE[ctx.plan.scheme].backward(
             dout, dlse, kept, Needs(needs_q, needs_c_kv or needs_k_rope, needs_weight), ctx.plan, ctx.cp
         )

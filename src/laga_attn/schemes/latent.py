@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from laga_attn.attention_plan import AttentionPlan, LatentDims
-from laga_attn.movement import acc_dtype, add_rows, spread, take
+from laga_attn.movement import acc_dtype, add_rows, put, take
 from laga_attn.routing import Routing
 
 __all__ = ["expand_kv", "fold_kv_grads", "join_latent", "split_latent_grad", "sum_contributions", "weight_rows"]
@@ -94,6 +94,7 @@ def sum_contributions(contributions: list[Tensor], plan: AttentionPlan) -> Tenso
 
 def split_latent_grad(d_latent: Tensor, plan: AttentionPlan, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """`[n, B, r + dr]` to the gradients of `c_kv` and `k_rope`, `[B, s, ...]`, zero at pads."""
-    local = spread(d_latent.to(dtype), plan.routing).transpose(0, 1)
+    local = d_latent.new_zeros(plan.routing.local_len, *d_latent.shape[1:], dtype=dtype)
+    put(local, plan.routing.real, d_latent.to(dtype))
     rank = plan.dims.kv_lora_rank
-    return local[..., :rank], local[..., rank:]
+    return local[..., :rank].transpose(0, 1), local[..., rank:].transpose(0, 1)

@@ -1,4 +1,8 @@
-"""The query side, the same in every scheme: queries out, outputs back, and their gradients."""
+"""The query side, the same in every scheme: queries out, outputs back, and their gradients, by head groups.
+
+A scheme starts the exchange of all its groups at once and waits for each where it needs it, so that what one group
+moves is hidden behind what another computes. A `group` counts heads from the rank's first.
+"""
 
 from __future__ import annotations
 
@@ -9,62 +13,103 @@ from torch import Tensor
 
 from laga_attn.attention_plan import AttentionPlan
 from laga_attn.grid import ContextParallel
-from laga_attn.movement import Finish, acc_dtype, return_heads, send_heads
+from laga_attn.movement import Finish, acc_dtype, empty_local, return_heads, send_heads
 
-__all__ = ["return_output", "return_query_grad", "send_output_grad", "send_query"]
-
-
-def send_query(q: Tensor, plan: AttentionPlan, cp: ContextParallel) -> Finish:
-    """`[B, s, H, D]` to the rank's heads of its group's tokens, `[B, queries, h, D]`."""
-    return send_heads(q, plan.routing, cp, plan.ulysses_degree, "query", "forward")
+__all__ = ["OutputReturn", "QueryGradReturn", "send_output_grads", "send_queries"]
 
 
-def return_output(
-    out: Tensor, lse: Tensor, plan: AttentionPlan, cp: ContextParallel
-) -> tuple[Tensor, Tensor | None]:
-    """`[B, queries, h, Dv]` and `[B, h, queries]` to `[B, s, H, Dv]` and, if asked for, `[B, H, s]`."""
-    finish = return_heads(out, plan.routing, cp, plan.ulysses_degree, "output", "forward")
-    if not plan.return_lse:
-        return finish(), None
-    rows = lse.transpose(1, 2).unsqueeze(-1)  # [B, queries, h, 1]
-    finish_lse = return_heads(rows, plan.routing, cp, plan.ulysses_degree, "lse", "forward")
-    local_out, local_lse = finish(), finish_lse().squeeze(-1).transpose(1, 2)
-    return local_out, _empty_rows_to_minus_inf(local_lse, plan)
+def send_queries(q: Tensor, groups: list[slice], plan: AttentionPlan, cp: ContextParallel) -> list[Finish]:
+    """`[B, s, H, D]` to each group of the rank's heads over its Ulysses group's tokens, `[B, queries, hg, D]`."""
+    return [send_heads(q, group, plan.routing, cp, plan.ulysses_degree, "query", "forward") for group in groups]
 
 
-def send_output_grad(
-    dout: Tensor, dlse: Tensor | None, out: Tensor, plan: AttentionPlan, cp: ContextParallel
-) -> Callable[[], tuple[Tensor, Tensor]]:
-    """The output's gradient for the rank's heads of its group's tokens, with delta = sum(dout * out) - dlse.
+class OutputReturn:
+    """Collects `out [B, s, H, Dv]` and, where the plan asks for it, `lse [B, H, s]` from the groups' results."""
+
+    def __init__(self, q: Tensor, plan: AttentionPlan, cp: ContextParallel) -> None:
+        self._plan, self._cp = plan, cp
+        self._out = empty_local(q, plan.routing, plan.dims.num_heads, plan.dims.v_head_dim)
+        self._lse = empty_local(q, plan.routing, plan.dims.num_heads, 1, acc_dtype(q.dtype)) if plan.return_lse else None
+        self._finish: list[Callable[[], None]] = []
+
+    def start(self, group: slice, out: Tensor, lse: Tensor) -> None:
+        """Send home one group's `[B, queries, hg, Dv]` and `[B, hg, queries]`."""
+        self._send(out, self._out, group, "output")
+        if self._lse is not None:
+            self._send(lse.transpose(1, 2).unsqueeze(-1), self._lse, group, "lse")
+
+    def finish(self) -> tuple[Tensor, Tensor | None]:
+        for wait in self._finish:
+            wait()
+        if self._lse is None:
+            return self._out, None
+        return self._out, _minus_inf_at_pads(self._lse.squeeze(-1).transpose(1, 2), self._plan)
+
+    def _send(self, x: Tensor, local: Tensor, group: slice, kind: str) -> None:
+        plan = self._plan
+        self._finish.append(
+            return_heads(x, local, group, plan.routing, self._cp, plan.ulysses_degree, kind, "forward")
+        )
+
+
+def send_output_grads(
+    dout: Tensor, dlse: Tensor | None, out: Tensor, groups: list[slice], plan: AttentionPlan, cp: ContextParallel
+) -> list[Callable[[], tuple[Tensor, Tensor]]]:
+    """Each group's part of the output's gradient, with delta = sum(dout * out) - dlse.
 
     Delta is summed where `out` is at home, and travels as one number per head and token. So `out` is kept once, in
     the storage that the caller's output projection keeps anyway, and the gradient of the LSE costs nothing.
 
     Returns:
-        A closure that gives `[B, queries, h, Dv]` and `[B, h, queries]` (accumulation dtype).
+        Closures that give `[B, queries, hg, Dv]` and `[B, hg, queries]` (accumulation dtype).
     """
     delta = _delta(dout, out, plan)  # [B, s, H]
     if dlse is not None:
         delta -= dlse.transpose(1, 2)
-    if plan.ulysses_degree == 1:
-        finish_dout = send_heads(dout, plan.routing, cp, 1, "output_grad", "backward")
-        finish_delta = send_heads(delta.unsqueeze(-1), plan.routing, cp, 1, "output_grad", "backward")
-        return lambda: (finish_dout(), finish_delta().squeeze(-1).transpose(1, 2))
-    packed = torch.cat([dout, delta.unsqueeze(-1).view(dout.dtype)], dim=-1)
-    finish = send_heads(packed, plan.routing, cp, plan.ulysses_degree, "output_grad", "backward")
+    routing, degree = plan.routing, plan.ulysses_degree
     width = dout.shape[-1]
+    if degree == 1:
+        tensors = (dout, delta.unsqueeze(-1))
+    else:  # one message for both: delta's bytes ride along as elements of dout's dtype
+        tensors = (torch.cat([dout, delta.unsqueeze(-1).view(dout.dtype)], dim=-1),)
 
-    def unpack() -> tuple[Tensor, Tensor]:
-        arrived = finish()
-        own_delta = arrived[..., width:].contiguous().view(delta.dtype).squeeze(-1)  # [B, queries, h]
-        return arrived[..., :width], own_delta.transpose(1, 2)
+    def start(group: slice) -> Callable[[], tuple[Tensor, Tensor]]:
+        finish = [send_heads(x, group, routing, cp, degree, "output_grad", "backward") for x in tensors]
 
-    return unpack
+        def arrive() -> tuple[Tensor, Tensor]:
+            if degree == 1:
+                own_dout, own_delta = (part() for part in finish)
+            else:
+                packed = finish[0]()
+                own_dout, own_delta = packed[..., :width], packed[..., width:].contiguous().view(delta.dtype)
+            return own_dout, own_delta.squeeze(-1).transpose(1, 2)
+
+        return arrive
+
+    return [start(group) for group in groups]
 
 
-def return_query_grad(dq: Tensor, plan: AttentionPlan, cp: ContextParallel) -> Finish:
-    """`[B, queries, h, D]` back to `[B, s, H, D]`, zero at pads."""
-    return return_heads(dq, plan.routing, cp, plan.ulysses_degree, "query_grad", "backward")
+class QueryGradReturn:
+    """Collects `dq [B, s, H, D]` from the groups' gradients."""
+
+    def __init__(self, like: Tensor, plan: AttentionPlan, cp: ContextParallel) -> None:
+        self._plan, self._cp = plan, cp
+        self._dq = empty_local(like, plan.routing, plan.dims.num_heads, plan.dims.qk_head_dim)
+        self._finish: list[Callable[[], None]] = []
+
+    def start(self, group: slice, dq: Tensor) -> None:
+        """Send home one group's `[B, queries, hg, D]`."""
+        plan = self._plan
+        self._finish.append(
+            return_heads(
+                dq, self._dq, group, plan.routing, self._cp, plan.ulysses_degree, "query_grad", "backward"
+            )
+        )
+
+    def finish(self) -> Tensor:
+        for wait in self._finish:
+            wait()
+        return self._dq
 
 
 def _delta(dout: Tensor, out: Tensor, plan: AttentionPlan) -> Tensor:
@@ -75,8 +120,8 @@ def _delta(dout: Tensor, out: Tensor, plan: AttentionPlan) -> Tensor:
     return delta
 
 
-def _empty_rows_to_minus_inf(lse: Tensor, plan: AttentionPlan) -> Tensor:
-    """Pads came back as 0; no key is visible to a pad, so its LSE is -inf."""
+def _minus_inf_at_pads(lse: Tensor, plan: AttentionPlan) -> Tensor:
+    """Pads are left at 0; no key is visible to a pad, so its LSE is -inf."""
     routing = plan.routing
     if not routing.has_pads:
         return lse

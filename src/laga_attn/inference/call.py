@@ -1,0 +1,37 @@
+"""The arguments of one `attend` call, resolved."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from laga_attn.attention_plan import LatentDims
+from laga_attn.grid import ContextParallel
+from laga_attn.inference.merging import Heads, Merge
+from laga_attn.inference.step import Step
+from laga_attn.kernels import Kernel
+
+if TYPE_CHECKING:
+    from laga_attn.inference.cache import LatentCache
+
+__all__ = ["StepCall"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepCall:
+    """What both ways of attending need besides tensors."""
+
+    cache: LatentCache
+    step: Step
+    layer: int
+    dims: LatentDims  # of all heads of all ranks
+    heads: Heads
+    merge: Merge | None  # None: by bytes
+    head_kernel: Kernel  # for head space, nope + rope / v
+    latent_kernel: Kernel  # for latent space, kv_lora_rank + rope / kv_lora_rank
+    softmax_scale: float
+    workspace: int  # bytes
+
+    @property
+    def cp(self) -> ContextParallel:
+        return self.cache.cp

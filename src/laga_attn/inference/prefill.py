@@ -1,0 +1,200 @@
+"""LAGA attention of split tokens: among themselves as in training, and to what the cache holds of their sequences.
+
+The context of a sequence is spread over the ranks page by page. It is gathered block by block, in the dtype of
+storage; each block's K and V are rebuilt for one group of heads at a time, attended to by all queries, and merged
+into the result by log-sum-exp. The next block travels meanwhile. What exists at once is bounded by a byte budget.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from laga_attn.attention_plan import LatentDims
+from laga_attn.collectives import Pending, all_gather_rows, exchange_rows
+from laga_attn.inference.call import StepCall
+from laga_attn.inference.running import RunningAttention
+from laga_attn.inference.step import Segment
+from laga_attn.movement import gather_keys, return_heads, send_heads
+from laga_attn.routing import heads_of, route_tokens
+from laga_attn.schemes.latent import expand_kv, join_latent, weight_rows
+from laga_attn.spans import Span
+
+__all__ = ["Blocks", "attend_split", "blocks_within", "longest_chunk"]
+
+_ENOUGH = 1024
+"""Tokens of a block beyond which larger ones are no faster: heads are grouped wider instead."""
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """How the context is worked off: tokens gathered at a time (from all ranks), heads rebuilt at a time."""
+
+    tokens: int
+    head_group: int
+
+
+def blocks_within(
+    budget: int, dims: LatentDims, heads: int, cp_size: int, itemsize: int, row_bytes: int, page_size: int
+) -> Blocks:
+    """The blocks whose buffers take at most `budget` bytes: an eighth of the heads, fewer if blocks get too short.
+
+    Args:
+        heads: what one rank attends with.
+        itemsize: bytes of an element of queries.
+        row_bytes: bytes of a stored row.
+
+    Raises:
+        ValueError: a budget below one token of each rank and one head.
+    """
+
+    def per_token(head_group: int) -> int:
+        # Two blocks of rows at a time, one in use and one arriving, each of them perhaps packed to be sent; then the
+        # latents, and K and V of the head group.
+        return 4 * row_bytes + (dims.latent_dim + head_group * dims.kv_head_dim) * itemsize
+
+    spare = 2 * page_size * row_bytes  # rows are picked by whole pages
+    head_group = max(1, heads // 8)
+    while head_group > 1 and (budget - spare) // per_token(head_group) < _ENOUGH:
+        head_group //= 2
+    tokens = max(0, budget - spare) // per_token(head_group) // cp_size * cp_size
+    if not tokens:
+        raise ValueError(
+            f"a workspace of {budget} bytes is too small for blocks of {cp_size} tokens, one of each rank, and the K "
+            f"and V of one head; give at least {spare + cp_size * per_token(1)} bytes"
+        )
+    return Blocks(tokens, head_group)
+
+
+def longest_chunk(budget: int, dims: LatentDims, itemsize: int) -> int:
+    """The most split tokens in a step: those whose K and V of one head take `budget` bytes."""
+    return budget // (dims.kv_head_dim * itemsize)
+
+
+def attend_split(q: Tensor, c_kv: Tensor, k_rope: Tensor, weight: Tensor, call: StepCall) -> Tensor:
+    """Attend to the context and to the new tokens, and send the new latents to the ranks that store them.
+
+    Args:
+        q: `[1, s, H, nope + rope]` of the local split tokens, rotated.
+        c_kv, k_rope: `[1, s, kv_lora_rank]` and `[1, s, rope]`.
+        weight: `[H * (nope + v), kv_lora_rank]`.
+
+    Returns:
+        `[1, s, H, v]`, 0 at pads.
+    """
+    step, cp, dims = call.step, call.cp, call.dims
+    assert step.layout is not None
+    degree = cp.ulysses_degree or 1
+    routing = route_tokens(step.layout, cp.rank, degree, True, None)
+    finish_latent = gather_keys(join_latent(c_kv, k_rope, routing), routing, cp, "latent", "forward")
+    finish_query = send_heads(q, routing, cp, degree, "query", "forward")
+    storing = _send_to_storage(torch.cat([c_kv, k_rope], dim=-1)[0], call)
+
+    own = heads_of(cp.rank, degree, dims.num_heads)
+    own_weight = weight[weight_rows(own, dims)]
+    latent, query = finish_latent(), finish_query()
+    _, queries, heads, _ = query.shape
+    running = RunningAttention(queries, heads, dims.v_head_dim, query)
+    blocks = call.blocks()
+    chunk_group = longest_chunk(call.workspace, dims, q.element_size()) // max(1, len(latent))
+    _attend(running, query, latent, own_weight, routing.spans, min(chunk_group, max(1, heads // 8)), call)
+    for block, span in _context(degree, blocks.tokens, call, q.dtype):
+        _attend(running, query, block[:, None], own_weight, (span,), blocks.head_group, call)
+
+    call.cache.store.write(call.layer, torch.tensor(step.writes.arrived, device=q.device), storing.wait())
+    out = running.result()[0].to(q.dtype)
+    return return_heads(out, routing, cp, degree, "output", "forward")()
+
+
+def _attend(
+    running: RunningAttention,
+    query: Tensor,
+    latent: Tensor,
+    weight: Tensor,
+    spans: tuple[Span, ...],
+    head_group: int,
+    call: StepCall,
+) -> None:
+    """Rebuild K and V of `latent [keys, 1, r + dr]`, a head group at a time, and attend to them."""
+    dims = call.dims
+    spans = tuple(span for span in spans if span.q_len)
+    if not spans:
+        return
+    first = min(span.q_start for span in spans)
+    rows = slice(first, max(span.q_start + span.q_len for span in spans))
+    spans = tuple(Span(s.q_start - first, s.q_len, s.k_start, s.k_len, s.causal) for s in spans)
+    for start in range(0, query.shape[2], head_group):
+        group = slice(start, min(start + head_group, query.shape[2]))
+        kv = expand_kv(latent, weight[weight_rows(group, dims)], dims).transpose(0, 1)  # [1, keys, hg, Dqk + Dv]
+        k, v = kv.split([dims.qk_head_dim, dims.v_head_dim], dim=-1)
+        out, lse = call.head_kernel.forward(query[:, rows, group], k, v, spans, call.softmax_scale)
+        running.add(rows, group, out, lse)
+
+
+def _send_to_storage(latent: Tensor, call: StepCall) -> Pending[Tensor]:
+    """New latents `[s, r + dr]` to the ranks that own their pages, as stored rows."""
+    writes = call.step.writes
+    rows = call.cache.codec.encode(latent)
+    pieces = [rows.index_select(0, torch.tensor(send, device=rows.device)) for send in writes.send]
+    return exchange_rows(pieces, writes.received, call.cp, kind="cache", phase="forward")
+
+
+def _context(degree: int, block: int, call: StepCall, dtype: torch.dtype) -> Iterator[tuple[Tensor, Span]]:
+    """Blocks of cached latents `[keys, r + dr]`, each with the queries that see it, which see all of it.
+
+    The order of the keys inside a block (by rank) does not matter then.
+    """
+    pieces = [
+        (piece, rows)
+        for segment, rows in zip(call.step.split, _query_rows(degree, call), strict=True)
+        for piece in _cut(segment, block, call)
+    ]
+    arriving = [_gather(piece, call) for piece, _ in pieces[:1]]
+    for number, (_, rows) in enumerate(pieces):
+        arrived = arriving.pop().wait()
+        arriving.extend(_gather(piece, call) for piece, _ in pieces[number + 1 : number + 2])
+        span = Span(rows.start, rows.stop - rows.start, 0, arrived.shape[0], causal=False)
+        yield call.cache.codec.decode(arrived, dtype), span
+
+
+def _query_rows(degree: int, call: StepCall) -> list[slice]:
+    """Where the queries of each split segment lie among those that this rank attends with."""
+    layout, first = call.step.layout, call.cp.rank // degree * degree
+    assert layout is not None
+    held = np.concatenate([layout.rows(rank) for rank in range(first, first + degree)])
+    edges = np.searchsorted(np.sort(held[held >= 0]), layout.cu_seqlens).tolist()
+    return [slice(start, stop) for start, stop in pairwise(edges)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Rows `start..start + counts[p]` of what rank p holds of a sequence."""
+
+    sequence: int
+    start: int
+    counts: tuple[int, ...]
+
+
+def _cut(segment: Segment, block: int, call: StepCall) -> Iterator[_Piece]:
+    """The context of a segment in pieces of at most `block` tokens of all ranks."""
+    book, each = call.step.book, block // call.cp.size
+    held = [book.local_count(segment.sequence, rank, segment.context) for rank in range(call.cp.size)]
+    for start in range(0, max(held), each):
+        yield _Piece(segment.sequence, start, tuple(min(max(n - start, 0), each) for n in held))
+
+
+def _gather(piece: _Piece, call: StepCall) -> Pending[Tensor]:
+    """The stored rows of a piece, from all ranks."""
+    cp, cache, size = call.cp, call.cache, call.cache.page_size
+    stop = piece.start + piece.counts[cp.rank]
+    pages = call.step.book.local_pages(piece.sequence, cp.rank)[piece.start // size : -(-stop // size)]
+    skipped = piece.start // size * size
+    rows = cache.store.read(call.layer, pages)[piece.start - skipped : stop - skipped]
+    if len(set(piece.counts)) == 1:
+        return all_gather_rows(rows, cp, kind="latent", phase="forward")
+    return exchange_rows([rows] * cp.size, piece.counts, cp, kind="latent", phase="forward")

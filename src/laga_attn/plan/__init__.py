@@ -1,0 +1,1 @@
+"""The planner: bytes, memory, FLOPs and time of a configuration before anybody books a cluster for it."""
