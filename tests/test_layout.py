@@ -52,9 +52,9 @@ def test_every_visible_pair_is_in_exactly_one_span_of_exactly_one_group(layout, 
         queries = torch.cat([torch.from_numpy(held[p][held[p] >= 0]) for p in members]).sort().values
         visible = visibility(layout.lengths, causal, window)[queries].any(0)
         keys = visible.nonzero()[:, 0]
-        assert (routing.num_queries, routing.num_keys) == (len(queries), len(keys))
+        assert (routing.num_queries, routing.keys.num_keys) == (len(queries), len(keys))
         if rank % degree == 0:  # one member speaks for the group: the others attend the same pairs with other heads
-            for span in routing.spans:
+            for span in routing.keys.spans:
                 rows = queries[span.q_start : span.q_start + span.q_len]
                 columns = keys[span.k_start : span.k_start + span.k_len]
                 pairs = _pairs(span)
@@ -63,13 +63,31 @@ def test_every_visible_pair_is_in_exactly_one_span_of_exactly_one_group(layout, 
     assert torch.equal(counted, visibility(layout.lengths, causal, window).long())
 
 
+@settings(deadline=None, max_examples=100)
+@given(layouts, st.booleans())
+def test_own_keys_and_the_others_together_are_all_pairs_once(layout, causal):
+    held = [rows[rows >= 0] for rows in layout.rows_by_rank()]
+    counted = torch.zeros(layout.seq_len, layout.seq_len, dtype=torch.int64)
+    for rank in range(layout.cp_size):
+        own, others = route_tokens(layout, rank, 1, causal, None, own_keys_apart=True).segments
+        seen = visibility(layout.lengths, causal, None)[held[rank]].any(0).numpy()
+        others_keys = [t for p, tokens in enumerate(held) if p != rank for t in tokens.tolist() if seen[t]]
+        for segment, keys in ((own, held[rank].tolist()), (others, sorted(others_keys))):
+            assert segment.num_keys == len(keys)
+            for span in segment.spans:
+                rows = torch.from_numpy(held[rank])[span.q_start : span.q_start + span.q_len]
+                columns = torch.tensor(keys)[span.k_start : span.k_start + span.k_len]
+                counted[rows[:, None], columns[None, :]] += _pairs(span).long()
+    assert torch.equal(counted, visibility(layout.lengths, causal, None).long())
+
+
 @settings(deadline=None, max_examples=80)
 @given(layouts, masks, st.data())
 def test_what_each_rank_sends_is_what_the_other_expects_in_the_order_it_needs(layout, mask, data):
     degree = data.draw(st.sampled_from([u for u in range(1, layout.cp_size + 1) if layout.cp_size % u == 0]))
     routes = [route_tokens(layout, rank, degree, *mask) for rank in range(layout.cp_size)]
     held = [rows[rows >= 0] for rows in layout.rows_by_rank()]
-    for name in ("queries", "keys"):
+    for name in ("queries", "key_route"):
         for rank, routing in enumerate(routes):
             route = getattr(routing, name)
             arriving = [held[p][getattr(routes[p], name).send[rank]] for p in range(layout.cp_size)]

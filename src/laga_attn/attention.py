@@ -120,8 +120,9 @@ def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
 def _plan(call: Call) -> AttentionPlan:
     dims, cp = call.dims(), call.cp
     scheme, degree = call.resolve()
-    routing = route_tokens(call.layout, cp.rank, degree, call.causal, call.window)
-    keys = routing.num_keys * call.q.shape[0]
+    own_keys_apart = scheme == "laga" and degree == 1 and cp.size > 1 and call.window is None
+    routing = route_tokens(call.layout, cp.rank, degree, call.causal, call.window, own_keys_apart)
+    keys = max(segment.num_keys for segment in routing.segments) * call.q.shape[0]
     return AttentionPlan(
         scheme=scheme,
         save=SAVE_POLICIES[scheme][0] if call.save == "auto" else cast(Save, call.save),

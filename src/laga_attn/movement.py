@@ -127,7 +127,7 @@ def _heads(rank: int, group: slice, ulysses_degree: int, num_heads: int) -> slic
 
 
 def gather_keys(
-    pieces: Sequence[Tensor] | Tensor, routing: Routing, cp: ContextParallel, kind: str, phase: Phase
+    pieces: Sequence[Tensor] | Tensor, route: TokenRoute, cp: ContextParallel, kind: str, phase: Phase
 ) -> Finish:
     """What represents K and V, from every rank that holds a visible token, in sequence order.
 
@@ -138,7 +138,6 @@ def gather_keys(
     Returns:
         A closure that gives `[keys, B, ...]`.
     """
-    route = routing.keys
     if isinstance(pieces, Tensor) and route.everyone_gets_everything:
         gathered = all_gather_rows(pieces, cp, kind=kind, phase=phase)
         return lambda: take(gathered.wait(), route.order)
@@ -149,7 +148,7 @@ def gather_keys(
 
 
 def return_key_grads(
-    grad: Tensor, routing: Routing, cp: ContextParallel, dtype: torch.dtype, kind: str, phase: Phase
+    grad: Tensor, route: TokenRoute, cp: ContextParallel, dtype: torch.dtype, kind: str, phase: Phase
 ) -> Callable[[], list[Tensor]]:
     """Send each rank the gradient of the rows that it contributed, in `dtype`: a reduce-scatter up to its sum.
 
@@ -162,7 +161,6 @@ def return_key_grads(
     Returns:
         A closure that gives one contribution `[rows sent to p, B, ...]` per peer p, in rank order.
     """
-    route = routing.keys
     if cp.size == 1:
         return lambda: [grad]  # nothing travels, so nothing is rounded to the wire's dtype either
     pieces = _in_arrival_order(grad, route, dtype)

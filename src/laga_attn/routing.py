@@ -5,7 +5,8 @@ Three index spaces matter on one rank:
 - *local rows*: what the rank holds, in layout order, pads included;
 - *queries*: the real tokens of its Ulysses group in sequence order, for the heads this rank owns;
 - *keys*: every real token that some query of the group can see, in sequence order. Tokens that no query of the
-  group sees are not in it, so they are neither rebuilt nor received.
+  group sees are not in it, so they are neither rebuilt nor received. They come in one segment, or in two: those the
+  rank holds itself, which can be attended to at once, and those that still have to arrive.
 
 Real rows of every rank ascend in the sequence, so "real rows of rank 0, of rank 1, ..." concatenated and sorted is
 the order of arrival made sequence order.
@@ -22,7 +23,7 @@ import numpy as np
 from laga_attn.layout import Index, SequenceLayout
 from laga_attn.spans import Span
 
-__all__ = ["Routing", "Rows", "TokenRoute", "heads_of", "route_tokens"]
+__all__ = ["KeySegment", "Routing", "Rows", "TokenRoute", "heads_of", "route_tokens"]
 
 Rows = slice | Index  # a slice where the rows are consecutive, so that picking them is a view
 
@@ -46,6 +47,15 @@ class TokenRoute:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class KeySegment:
+    """A set of keys, in sequence order, with the spans of the queries over it. `route` is None for own keys."""
+
+    route: TokenRoute | None
+    num_keys: int
+    spans: tuple[Span, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Routing:
     """All movement and all spans of one attention call on one rank."""
 
@@ -53,10 +63,20 @@ class Routing:
     real_len: int
     local_len: int
     queries: TokenRoute
-    keys: TokenRoute
     num_queries: int
-    num_keys: int
-    spans: tuple[Span, ...]
+    segments: tuple[KeySegment, ...]
+
+    @property
+    def keys(self) -> KeySegment:
+        """All keys as one segment, for those who attend to them at once."""
+        (segment,) = self.segments
+        return segment
+
+    @property
+    def key_route(self) -> TokenRoute:
+        """Along which what represents all keys travels."""
+        assert self.keys.route is not None  # only own keys, kept apart, have none
+        return self.keys.route
 
     @property
     def has_pads(self) -> bool:
@@ -72,9 +92,20 @@ def heads_of(rank: int, ulysses_degree: int, num_heads: int) -> slice:
 
 @lru_cache(maxsize=_CACHED_ROUTINGS)
 def route_tokens(
-    layout: SequenceLayout, rank: int, ulysses_degree: int, causal: bool, window: int | None
+    layout: SequenceLayout,
+    rank: int,
+    ulysses_degree: int,
+    causal: bool,
+    window: int | None,
+    own_keys_apart: bool = False,
 ) -> Routing:
-    """Plan the movement of one attention call: pure in its arguments, hence cached."""
+    """Plan the movement of one attention call: pure in its arguments, hence cached.
+
+    `own_keys_apart` makes two segments of the keys. It needs `ulysses_degree` 1, so that queries and own keys are the
+    same tokens, and no window, whose edge does not survive taking tokens out of the sequence.
+    """
+    if own_keys_apart and (ulysses_degree != 1 or window is not None):
+        raise ValueError(f"own keys stay apart only at ulysses_degree=1 without a window, got {ulysses_degree}, {window}")
     size = layout.cp_size
     held = layout.rows_by_rank()
     tokens = [rows[rows >= 0] for rows in held]  # real tokens of each rank, ascending
@@ -85,10 +116,27 @@ def route_tokens(
 
     visible = [_visible(layout, queries[g], causal, window) for g in range(groups)]
     seen_by = [_within(tokens[rank], visible[g]) for g in range(groups)]
-    key_tokens = [tokens[p][_within(tokens[p], visible[mine])] for p in range(size)]
-    keys = np.sort(np.concatenate(key_tokens))
-    total = layout.seq_len
-    everyone = all(int((stops - starts).sum()) == total for starts, stops in visible)
+    visible_of = [tokens[p][_within(tokens[p], visible[mine])] for p in range(size)]
+    seen_whole = all(int((stops - starts).sum()) == layout.seq_len for starts, stops in visible)
+
+    def segment(peers: list[int], *, causal: bool) -> KeySegment:
+        nothing = np.empty(0, dtype=np.int64)
+        arriving = [visible_of[p] if p in peers else nothing for p in range(size)]
+        keys = np.sort(np.concatenate(arriving))
+        route = _route(
+            send=[np.flatnonzero(seen_by[p // ulysses_degree]) if p in peers else nothing for p in range(size)],
+            arriving=arriving,
+            everyone_gets_everything=seen_whole and len(peers) == size and len({len(part) for part in tokens}) == 1,
+        )
+        return KeySegment(route, len(keys), _spans(bounds, queries[mine], keys, causal, window))
+
+    bounds = _key_bounds(layout, queries[mine], causal, window)
+    if own_keys_apart:
+        own = KeySegment(None, len(tokens[rank]), _spans(bounds, queries[mine], tokens[rank], causal, window))
+        # Keys of other ranks lie before a run of queries or after it, never inside: no diagonal crosses them.
+        segments = (own, segment([p for p in range(size) if p != rank], causal=False))
+    else:
+        segments = (segment(list(range(size)), causal=causal),)
 
     inside = members[mine]
     return Routing(
@@ -100,14 +148,8 @@ def route_tokens(
             arriving=[tokens[p] if p in inside else tokens[p][:0] for p in range(size)],
             everyone_gets_everything=False,
         ),
-        keys=_route(
-            send=[np.flatnonzero(seen_by[p // ulysses_degree]) for p in range(size)],
-            arriving=key_tokens,
-            everyone_gets_everything=everyone and len({len(part) for part in tokens}) == 1,
-        ),
         num_queries=len(queries[mine]),
-        num_keys=len(keys),
-        spans=_spans(layout, queries[mine], keys, causal, window),
+        segments=segments,
     )
 
 
@@ -172,13 +214,14 @@ def _within(tokens: Index, intervals: tuple[Index, Index]) -> Index:
 
 
 def _spans(
-    layout: SequenceLayout, queries: Index, keys: Index, causal: bool, window: int | None
+    bounds: tuple[Index, Index, Index, Index], queries: Index, keys: Index, causal: bool, window: int | None
 ) -> tuple[Span, ...]:
-    start, stop, low, high = _key_bounds(layout, queries, causal, window)
-    q_start = np.searchsorted(queries, start)
-    k_start = np.searchsorted(keys, low)
-    rows = zip(q_start.tolist(), (stop - start).tolist(), k_start.tolist(), (high - low).tolist(), strict=True)
-    return tuple(Span(q, q_len, k, k_len, causal, window) for q, q_len, k, k_len in rows)
+    """The spans of the query runs over a set of keys, empty ones left out."""
+    start, stop, low, high = bounds
+    q_start = np.searchsorted(queries, start).tolist()
+    k_start, k_stop = np.searchsorted(keys, low).tolist(), np.searchsorted(keys, high).tolist()
+    rows = zip(q_start, (stop - start).tolist(), k_start, k_stop, strict=True)
+    return tuple(Span(q, q_len, first, last - first, causal, window) for q, q_len, first, last in rows if last > first)
 
 
 def _all_rows(count: int) -> Index:

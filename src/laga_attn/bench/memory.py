@@ -1,17 +1,22 @@
-"""Two measurements of memory: what autograd keeps for backward, and the most that is allocated at once."""
+"""Two measurements of memory: what autograd keeps for backward, and the most that exists at once."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
 
-__all__ = ["SavedTensors", "peak_bytes", "saved_tensors"]
+__all__ = ["SavedTensors", "TensorMemory", "saved_tensors"]
+
+_BELOW_MODES = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 
 
 @dataclass(slots=True)
@@ -49,27 +54,52 @@ def saved_tensors(excluded: Iterable[Tensor] = ()) -> Iterator[SavedTensors]:
         yield saved
 
 
-def peak_bytes(action: Callable[[], object], device: torch.device) -> int:
-    """The most bytes of tensors that exist at once while `action` runs, beyond those that existed before.
+class TensorMemory(TorchDispatchMode):
+    """Bytes of tensors that exist at once, counted while the mode is active.
 
-    On CUDA the allocator's own high-water mark. On the CPU every allocation and release that torch's allocator
-    reports to the profiler is added up, so temporaries inside operators count too; `action` runs slower for it.
+    A storage counts from the operator that returned it until it is freed; what existed before does not count. The
+    kernels of this library are looked into, so their temporaries count too; those inside torch's own operators do
+    not. Works on real tensors on the CPU; on a GPU the allocator's statistics say more.
+
+    Attributes:
+        live: bytes that exist now.
+        peak: the most that existed at once.
     """
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
-        action()
-        torch.cuda.synchronize(device)
-        return torch.cuda.max_memory_allocated(device) - before
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as record:
-        action()
-    assert record.profiler is not None
-    results = record.profiler.kineto_results
-    assert results is not None
-    changes = [event for event in results.events() if event.name() == "[memory]"]
-    live = peak = 0
-    for event in sorted(changes, key=lambda event: event.start_ns()):
-        live += event.nbytes()
-        peak = max(peak, live)
-    return peak
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.live = 0
+        self.peak = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(
+        self,
+        func: torch._ops.OpOverload[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func.namespace == "laga_attn":
+            # The mode is off in here. Switched on again, it would see this operator anew, hence the redispatch to
+            # what lies below all modes.
+            with self:
+                out = func.redispatch(_BELOW_MODES, *args, **(kwargs or {}))
+        else:
+            out = func(*args, **(kwargs or {}))
+        for tensor in tree_iter(out):
+            if isinstance(tensor, Tensor):
+                self._count(tensor.untyped_storage())
+        return out
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        key, nbytes = storage._cdata, storage.nbytes()
+        if key in self._known:
+            return
+        self._known.add(key)
+        self.live += nbytes
+        self.peak = max(self.peak, self.live)
+        weakref.finalize(storage, self._release, key, nbytes)
+
+    def _release(self, key: int, nbytes: int) -> None:
+        self._known.discard(key)
+        self.live -= nbytes

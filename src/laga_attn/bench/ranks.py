@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from torch.multiprocessing.spawn import spawn
 
 __all__ = ["run_on_ranks"]
 
@@ -29,7 +29,6 @@ def run_on_ranks(function: Callable[..., Any], size: int, *args: object) -> list
         Exception: a process could not be started or failed; its traceback is in the message.
     """
     with tempfile.TemporaryDirectory(prefix="laga-attn-") as folder:
-        spawn: Any = mp.spawn
         spawn(_run_rank, args=(size, Path(folder), function, args), nprocs=size)
         return [torch.load(Path(folder, f"result-{rank}"), weights_only=False) for rank in range(size)]
 

@@ -9,6 +9,7 @@ from laga_attn.attention_plan import LatentDims
 from laga_attn.grid import ContextParallel
 from laga_attn.inference.merging import Heads, Merge
 from laga_attn.inference.step import Step
+from laga_attn.inference.workspace import Blocks, blocks_within
 from laga_attn.kernels import Kernel
 
 if TYPE_CHECKING:
@@ -35,3 +36,9 @@ class StepCall:
     @property
     def cp(self) -> ContextParallel:
         return self.cache.cp
+
+    def blocks(self, itemsize: int) -> Blocks:
+        """How prefill works off the context, for queries whose elements take `itemsize` bytes."""
+        heads = self.dims.num_heads // (self.cp.ulysses_degree or 1)
+        row_bytes, page_size = self.cache.codec.row_bytes, self.cache.page_size
+        return blocks_within(self.workspace, self.dims, heads, self.cp.size, itemsize, row_bytes, page_size)

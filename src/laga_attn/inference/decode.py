@@ -145,4 +145,3 @@ def _spans(parts: Sequence[_Part], first: int, heads: int, page_size: int) -> li
             spans.append(Span((token - first) * heads, tokens * heads, row + start, rows, causal=False))
         row += len(part.pages) * page_size
     return spans
-

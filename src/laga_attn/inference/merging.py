@@ -54,7 +54,8 @@ def sent_bytes(how: Merge, dims: LatentDims, tokens: int, cp_size: int, rank: in
         heads: whether every rank wants all heads afterwards, or its share alone.
     """
     share = head_share(dims.num_heads, cp_size, rank)
-    own, others = share.stop - share.start, dims.num_heads - (share.stop - share.start)
+    own: int = share.stop - share.start
+    others = dims.num_heads - own
     out, lse = dims.kv_lora_rank * itemsize, max(4, itemsize)
     if how == "all_gather":
         return tokens * dims.num_heads * (out + lse) * (cp_size - 1)

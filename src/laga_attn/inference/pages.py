@@ -9,7 +9,7 @@ Nothing here changes in place. Each operation returns a new book, or raises and 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
@@ -17,7 +17,7 @@ import numpy as np
 
 from laga_attn.layout import Index
 
-__all__ = ["PageBook", "PageCopy", "PageTable", "RankPages"]
+__all__ = ["PageBook", "PageCopy", "PageMove", "PageTable", "RankPages"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +37,16 @@ class PageCopy:
     source: int
     target: int
     rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class PageMove:
+    """The content of page `source` of rank `source_rank` of another cache belongs into page `target` of `rank`."""
+
+    source_rank: int
+    source: int
+    rank: int
+    target: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +199,33 @@ class PageBook:
         table = self.table(sequence)
         tables = {other: held for other, held in self.tables.items() if other != sequence}
         return replace(self, ranks=self._dropping(table, 0), tables=tables)
+
+    def adopt(
+        self, tables: Sequence[PageTable], cp_size: int
+    ) -> tuple[PageBook, tuple[int, ...], tuple[PageMove, ...]]:
+        """Sequences of another book, of `cp_size` ranks, as new ones here; pages that they share stay shared.
+
+        Returns:
+            The book, the new ids in order, and where the content of each page goes.
+
+        Raises:
+            ValueError: too few free pages on some rank.
+        """
+        book, ids, moved = self, [], dict[tuple[int, int], tuple[int, int]]()
+        for table in tables:
+            first, ranks, pages = table.first_rank % self.cp_size, list(book.ranks), []
+            for number, page in enumerate(table.pages):
+                source, rank = ((table.first_rank + number) % cp_size, page), (first + number) % self.cp_size
+                if source in moved:
+                    ranks[rank] = ranks[rank].share(moved[source][1:])
+                else:
+                    ranks[rank], (target,) = ranks[rank].take(1)
+                    moved[source] = (rank, target)
+                pages.append(moved[source][1])
+            book, copy = replace(book, ranks=tuple(ranks))._adding(PageTable(table.length, first, tuple(pages)))
+            ids.append(copy)
+        self._check_capacity(list(book.ranks))
+        return book, tuple(ids), tuple(PageMove(*source, *target) for source, target in moved.items())
 
     # Where tokens are.
 

@@ -15,65 +15,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from laga_attn.attention_plan import LatentDims
 from laga_attn.collectives import Pending, all_gather_rows, exchange_rows
 from laga_attn.inference.call import StepCall
 from laga_attn.inference.running import RunningAttention
 from laga_attn.inference.step import Segment
-from laga_attn.movement import gather_keys, return_heads, send_heads
+from laga_attn.inference.workspace import longest_chunk
+from laga_attn.movement import empty_local, gather_keys, return_heads, send_heads
 from laga_attn.routing import heads_of, route_tokens
 from laga_attn.schemes.latent import expand_kv, join_latent, weight_rows
 from laga_attn.spans import Span
 
-__all__ = ["Blocks", "attend_split", "blocks_within", "longest_chunk"]
-
-_ENOUGH = 1024
-"""Tokens of a block beyond which larger ones are no faster: heads are grouped wider instead."""
-
-
-@dataclass(frozen=True, slots=True)
-class Blocks:
-    """How the context is worked off: tokens gathered at a time (from all ranks), heads rebuilt at a time."""
-
-    tokens: int
-    head_group: int
-
-
-def blocks_within(
-    budget: int, dims: LatentDims, heads: int, cp_size: int, itemsize: int, row_bytes: int, page_size: int
-) -> Blocks:
-    """The blocks whose buffers take at most `budget` bytes: an eighth of the heads, fewer if blocks get too short.
-
-    Args:
-        heads: what one rank attends with.
-        itemsize: bytes of an element of queries.
-        row_bytes: bytes of a stored row.
-
-    Raises:
-        ValueError: a budget below one token of each rank and one head.
-    """
-
-    def per_token(head_group: int) -> int:
-        # Two blocks of rows at a time, one in use and one arriving, each of them perhaps packed to be sent; then the
-        # latents, and K and V of the head group.
-        return 4 * row_bytes + (dims.latent_dim + head_group * dims.kv_head_dim) * itemsize
-
-    spare = 2 * page_size * row_bytes  # rows are picked by whole pages
-    head_group = max(1, heads // 8)
-    while head_group > 1 and (budget - spare) // per_token(head_group) < _ENOUGH:
-        head_group //= 2
-    tokens = max(0, budget - spare) // per_token(head_group) // cp_size * cp_size
-    if not tokens:
-        raise ValueError(
-            f"a workspace of {budget} bytes is too small for blocks of {cp_size} tokens, one of each rank, and the K "
-            f"and V of one head; give at least {spare + cp_size * per_token(1)} bytes"
-        )
-    return Blocks(tokens, head_group)
-
-
-def longest_chunk(budget: int, dims: LatentDims, itemsize: int) -> int:
-    """The most split tokens in a step: those whose K and V of one head take `budget` bytes."""
-    return budget // (dims.kv_head_dim * itemsize)
+__all__ = ["attend_split"]
 
 
 def attend_split(q: Tensor, c_kv: Tensor, k_rope: Tensor, weight: Tensor, call: StepCall) -> Tensor:
@@ -91,8 +43,9 @@ def attend_split(q: Tensor, c_kv: Tensor, k_rope: Tensor, weight: Tensor, call: 
     assert step.layout is not None
     degree = cp.ulysses_degree or 1
     routing = route_tokens(step.layout, cp.rank, degree, True, None)
-    finish_latent = gather_keys(join_latent(c_kv, k_rope, routing), routing, cp, "latent", "forward")
-    finish_query = send_heads(q, routing, cp, degree, "query", "forward")
+    finish_latent = gather_keys(join_latent(c_kv, k_rope, routing), routing.key_route, cp, "latent", "forward")
+    every = slice(0, dims.num_heads // degree)
+    finish_query = send_heads(q, every, routing, cp, degree, "query", "forward")
     storing = _send_to_storage(torch.cat([c_kv, k_rope], dim=-1)[0], call)
 
     own = heads_of(cp.rank, degree, dims.num_heads)
@@ -100,15 +53,16 @@ def attend_split(q: Tensor, c_kv: Tensor, k_rope: Tensor, weight: Tensor, call: 
     latent, query = finish_latent(), finish_query()
     _, queries, heads, _ = query.shape
     running = RunningAttention(queries, heads, dims.v_head_dim, query)
-    blocks = call.blocks()
+    blocks = call.blocks(q.element_size())
     chunk_group = longest_chunk(call.workspace, dims, q.element_size()) // max(1, len(latent))
-    _attend(running, query, latent, own_weight, routing.spans, min(chunk_group, max(1, heads // 8)), call)
+    _attend(running, query, latent, own_weight, routing.keys.spans, min(chunk_group, max(1, heads // 8)), call)
     for block, span in _context(degree, blocks.tokens, call, q.dtype):
         _attend(running, query, block[:, None], own_weight, (span,), blocks.head_group, call)
 
     call.cache.store.write(call.layer, torch.tensor(step.writes.arrived, device=q.device), storing.wait())
-    out = running.result()[0].to(q.dtype)
-    return return_heads(out, routing, cp, degree, "output", "forward")()
+    local = empty_local(q, routing, dims.num_heads, dims.v_head_dim)
+    return_heads(running.result()[0].to(q.dtype), local, every, routing, cp, degree, "output", "forward")()
+    return local
 
 
 def _attend(

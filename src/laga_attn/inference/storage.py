@@ -150,5 +150,5 @@ class LatentStore:
         first, count = int(pages[0]), len(pages)
         if int(pages[-1]) - first == count - 1 and (count < 3 or bool((pages[1:] > pages[:-1]).all())):
             return self._layers[layer][first * self._page_size : (first + count) * self._page_size]
-        by_page = self._layers[layer].unflatten(0, (-1, self._page_size))
+        by_page: Tensor = self._layers[layer].view(-1, self._page_size, self.codec.row_width)
         return by_page.index_select(0, torch.tensor(pages, device=by_page.device)).flatten(0, 1)

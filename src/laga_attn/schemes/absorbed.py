@@ -28,7 +28,7 @@ def forward(
     """Shapes as in `latent_attention`; `save="gathered"` keeps the gathered latent."""
     dims, groups = plan.dims, plan.own_head_groups()
     own_weight = weight[weight_rows(plan.heads, dims)]
-    finish_latent = gather_keys(join_latent(c_kv, k_rope, plan.routing), plan.routing, cp, "latent", "forward")
+    finish_latent = gather_keys(join_latent(c_kv, k_rope, plan.routing), plan.routing.key_route, cp, "latent", "forward")
     arriving = send_queries(q, groups, plan, cp)
     latent, returning = finish_latent(), OutputReturn(q, plan, cp)
     k, v = _shared_kv(latent, dims)
@@ -38,7 +38,7 @@ def forward(
         w_uk, w_uv = _up_weights(own_weight[weight_rows(group, dims)], dims)
         query = arrive()
         latent_out, lse = plan.kernel.forward(
-            _absorb(query, w_uk, dims), k, v, plan.routing.spans, plan.softmax_scale
+            _absorb(query, w_uk, dims), k, v, plan.routing.keys.spans, plan.softmax_scale
         )
         returning.start(group, _per_head(latent_out, w_uv.mT), lse)
         queries.append(query)
@@ -53,11 +53,11 @@ def backward(
     dout: Tensor, dlse: Tensor | None, kept: Kept, needs: Needs, plan: AttentionPlan, cp: ContextParallel
 ) -> Grads:
     """Absorb again, attend backward in latent space, and unfold the gradients of both up-projections."""
-    dims, routing, groups = plan.dims, plan.routing, plan.own_head_groups()
+    dims, groups = plan.dims, plan.own_head_groups()
     c_kv, out, k_rope, weight, latent, *by_group = kept
     queries, lses, latent_outs = (by_group[i * len(groups) : (i + 1) * len(groups)] for i in range(3))
     if latent is None:
-        finish_latent = gather_keys(join_latent(c_kv, k_rope, routing), routing, cp, "latent", "backward")
+        finish_latent = gather_keys(join_latent(c_kv, k_rope, plan.routing), plan.routing.key_route, cp, "latent", "backward")
     arriving = send_output_grads(dout, dlse, out, groups, plan, cp)
     if latent is None:
         latent = finish_latent()
@@ -77,7 +77,7 @@ def backward(
         # The sum over heads of dK and dV comes out of the kernel in the accumulation dtype.
         d_absorbed, dk, dv = plan.kernel.backward(
             _per_head(own_dout, w_uv), delta, _absorb(query, w_uk, dims), k, v, lses[number],
-            routing.spans, plan.softmax_scale,
+            plan.routing.keys.spans, plan.softmax_scale,
         )  # fmt: skip
         if returning:
             dq = torch.cat([_per_head(d_absorbed[..., :rank], w_uk.mT), d_absorbed[..., rank:]], dim=-1)
@@ -89,8 +89,10 @@ def backward(
 
     d_c_kv, d_k_rope = None, None
     if needs.latent:
-        contributions = return_key_grads(d_latent, routing, cp, c_kv.dtype, "latent_grad", "backward")()
-        d_c_kv, d_k_rope = split_latent_grad(sum_contributions(contributions, plan), plan, c_kv.dtype)
+        contributions = return_key_grads(d_latent, plan.routing.key_route, cp, c_kv.dtype, "latent_grad", "backward")()
+        d_own = d_latent.new_zeros(plan.routing.real_len, *d_latent.shape[1:])
+        d_own = sum_contributions(contributions, plan.routing.key_route, d_own)
+        d_c_kv, d_k_rope = split_latent_grad(d_own, plan, c_kv.dtype)
     d_query = returning.finish() if returning else None
     return Grads(d_query, d_c_kv, d_k_rope, d_weight if needs.weight else None)
 

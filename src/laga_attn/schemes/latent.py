@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from laga_attn.attention_plan import AttentionPlan, LatentDims
-from laga_attn.movement import acc_dtype, add_rows, put, take
-from laga_attn.routing import Routing
+from laga_attn.movement import add_rows, put, take
+from laga_attn.routing import Routing, TokenRoute
 
 __all__ = ["expand_kv", "fold_kv_grads", "join_latent", "split_latent_grad", "sum_contributions", "weight_rows"]
 
@@ -75,19 +75,15 @@ def fold_kv_grads(
     return d_up.t() @ latent[..., :rank].flatten(0, 1)
 
 
-def sum_contributions(contributions: list[Tensor], plan: AttentionPlan) -> Tensor:
-    """Add what all ranks contributed to this rank's latents: in rank order, in the accumulation dtype.
+def sum_contributions(contributions: list[Tensor], route: TokenRoute, total: Tensor) -> Tensor:
+    """Add what other ranks contributed to this rank's latents, in rank order.
 
     Args:
         contributions: from each rank p, `[rows sent to p, B, r + dr]`.
-
-    Returns:
-        `[n, B, r + dr]` over this rank's real rows.
+        route: along which the latents had travelled.
+        total: `[n, B, r + dr]` over this rank's real rows in the accumulation dtype, added to and returned.
     """
-    routing = plan.routing
-    first = contributions[0]
-    total = first.new_zeros(routing.real_len, *first.shape[1:], dtype=acc_dtype(first.dtype))
-    for rows, part in zip(routing.keys.send, contributions, strict=True):
+    for rows, part in zip(route.send, contributions, strict=True):
         add_rows(total, rows, part)
     return total
 

@@ -18,7 +18,7 @@ from rich.table import Table
 from torch import Tensor, nn
 from typer import Option
 
-from laga_attn.bench.memory import peak_bytes, saved_tensors
+from laga_attn.bench.memory import TensorMemory, saved_tensors
 from laga_attn.bench.ranks import run_on_ranks
 from laga_attn.gradients import reduce_gradients
 from laga_attn.grid import ContextParallel
@@ -181,18 +181,19 @@ def _measure(
         reduce_gradients(parameters, world)
     gradients = [p.grad.clone() for p in parameters if p.grad is not None]
     model.zero_grad()
-    peak = peak_bytes(both, _CPU)
+    with TensorMemory() as memory:
+        both()
     seconds = min(_time(both, alone) for _ in range(_TIMED))
     handle.undo()
 
-    mine = [float(ledger.sent()), float(saved_bytes), float(peak), seconds]
+    mine = [float(ledger.sent()), float(saved_bytes), float(memory.peak), seconds]
     total_loss = loss.item()
     if not alone:
         total_loss = reduce([total_loss], dist.ReduceOp.SUM, _CPU)[0]
         mine = reduce(mine, dist.ReduceOp.MAX, _CPU)
-    sent, kept, peak_of_all, slowest = mine
+    sent, kept, peak, slowest = mine
     error = _difference(gradients, expected) if expected else 0.0
-    return Measurement(total_loss, error, int(sent), int(kept), int(peak_of_all), slowest), gradients
+    return Measurement(total_loss, error, int(sent), int(kept), int(peak), slowest), gradients
 
 
 def _time(action: Callable[[], None], alone: bool) -> float:
@@ -211,26 +212,22 @@ def _difference(gradients: list[Tensor], expected: list[Tensor]) -> float:
 def _table(measurements: dict[Case, Measurement], seq_len: int) -> Table:
     single, explicit = measurements[CASES[0]], measurements[CASES[1]]
     table = Table(
-        title=f"one forward and backward pass, {seq_len} tokens, {_RANKS} ranks, fp32; per rank",
+        title=f"forward and backward on {seq_len} tokens, {_RANKS} ranks, fp32",
+        caption="differences to the single process (gradient: relative to its largest element); port, saved and "
+        "peak in MiB on the rank with most: sent by attention, kept by autograd for backward, all tensors at once "
+        "(weights not counted); time relative to explicit U=1",
         title_justify="left",
+        caption_justify="left",
     )
-    table.add_column("scheme")
-    for column in (
-        "loss",
-        "loss difference",
-        "gradient difference",
-        "port MiB",
-        "saved for backward MiB",
-        "peak tensors MiB",
-        "time / explicit U=1",
-    ):
-        table.add_column(column, justify="right")
+    table.add_column("scheme", no_wrap=True)
+    for column in ("loss", "loss diff", "grad diff", "port", "saved", "peak", "time"):
+        table.add_column(column, justify="right", no_wrap=True)
     for case, m in measurements.items():
         table.add_row(
             case.title,
-            f"{m.loss:.6f}",
-            f"{abs(m.loss - single.loss):.1e}",
-            f"{m.gradient_error:.1e}",
+            f"{m.loss:.5f}",
+            f"{abs(m.loss - single.loss):.0e}",
+            f"{m.gradient_error:.0e}",
             f"{m.port_bytes / _MIB:.2f}",
             f"{m.saved_bytes / _MIB:.1f}",
             f"{m.peak_bytes / _MIB:.1f}",

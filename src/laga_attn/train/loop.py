@@ -112,9 +112,9 @@ def _context_group(run: Run) -> dist.ProcessGroup:
     """The ranks that share this rank's sequences. Every rank takes part in making every group."""
     ranks = run.ranks
     size = ranks.context_parallel
-    groups = [
-        dist.new_group(list(range(first, first + size)), timeout=timedelta(seconds=run.options.timeout))
-        for first in range(0, ranks.world, size)
+    timeout = timedelta(seconds=run.options.timeout)
+    groups: list[dist.ProcessGroup] = [
+        dist.new_group(list(range(first, first + size)), timeout=timeout) for first in range(0, ranks.world, size)
     ]
     return groups[ranks.place(dist.get_rank())[0]]
 

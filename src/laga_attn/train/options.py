@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeAlias, get_args
 
+from laga_attn.attention_plan import SAVE_POLICIES, SCHEMES
 from laga_attn.train.errors import UsageError
 
 __all__ = ["Device", "Dtype", "Ranks", "Save", "Scheme", "TrainOptions", "arrange", "learning_rate"]
@@ -80,6 +81,11 @@ class TrainOptions:
             value = getattr(self, name)
             if value not in get_args(choices):
                 raise UsageError(f"--{name} must be one of {', '.join(get_args(choices))}, got {value!r}")
+        policies = ("auto", *_save_policies(self.scheme))
+        if self.save not in policies:
+            raise UsageError(
+                f"--save {self.save} is not possible with --scheme {self.scheme}; choose one of {', '.join(policies)}"
+            )
         for name in ("lr", "timeout"):
             value = getattr(self, name)
             if not (value > 0 and math.isfinite(value)):
@@ -150,6 +156,12 @@ def learning_rate(options: TrainOptions, step: int) -> float:
     done = (step - options.warmup) / max(1, options.steps - options.warmup)
     floor = min(options.min_lr, options.lr)
     return floor + (options.lr - floor) * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
+
+
+def _save_policies(scheme: str) -> tuple[str, ...]:
+    """What attention can keep with a scheme; whichever scheme `auto` chooses, it must be able to."""
+    schemes = SCHEMES if scheme == "auto" else (scheme,)
+    return tuple(policy for policy in SAVE_POLICIES[schemes[0]] if all(policy in SAVE_POLICIES[s] for s in schemes))
 
 
 def _divisors(number: int) -> list[int]:

@@ -74,7 +74,8 @@ def _process_group(options: TrainOptions) -> Iterator[torch.device]:
     if "RANK" in os.environ:
         dist.init_process_group(backend, timeout=timeout)
     else:
-        dist.init_process_group(backend, timeout=timeout, store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1)
+        store = torch._C._distributed_c10d.HashStore()
+        dist.init_process_group(backend, timeout=timeout, store=store, rank=0, world_size=1)
     yield device
     dist.barrier()
     dist.destroy_process_group()

@@ -1,0 +1,9 @@
+"""Inference: prefill with LAGA, decode absorbed, the latent cache spread over context-parallel ranks."""
+
+from __future__ import annotations
+
+from laga_attn.inference.attention import attend, crossover
+from laga_attn.inference.cache import CacheMemory, LatentCache
+from laga_attn.inference.step import Segment, Step
+
+__all__ = ["CacheMemory", "LatentCache", "Segment", "Step", "attend", "crossover"]

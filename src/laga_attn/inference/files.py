@@ -1,0 +1,241 @@
+"""Caches as files: one safetensors file per rank, readable by any number of ranks.
+
+A file holds the pages that its rank has of the exported sequences, `layer.0`, `layer.1`, ... of shape
+`[pages * page_size, row_width]`, and in its metadata what the cache is, the page tables of all sequences (with page
+numbers counted inside the files), and a digest over all of that.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from laga_attn.agreement import agree
+from laga_attn.inference.cache import LatentCache
+from laga_attn.inference.pages import PageBook, PageMove, PageTable
+
+__all__ = ["export_cache", "import_cache"]
+
+_FORMAT = 1
+_KEY = "laga_attn_cache"
+
+
+def export_cache(cache: LatentCache, folder: Path | str, sequences: Sequence[int] | None = None) -> Path:
+    """Write sequences of a cache to a folder, every rank its own file. Collective.
+
+    Args:
+        cache: what to write from.
+        folder: new or empty, on a file system that all ranks see.
+        sequences: which, in this order; None: all.
+
+    Returns:
+        The folder.
+
+    Raises:
+        ValueError: an unknown sequence, a folder that is not empty, or ranks that disagree: nothing is written.
+    """
+    _safetensors()
+    folder, book, rank = Path(folder), cache.book, cache.cp.rank
+    chosen = list(cache.sequences if sequences is None else sequences)
+    error = None
+    if missing := [sequence for sequence in chosen if sequence not in book.tables]:
+        error = f"the cache has no sequences {missing}; it has {list(cache.sequences)}"
+    elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        error = f"{folder} exists and is not an empty folder; choose another"
+    agree(cache.cp, {"folder": str(folder), "sequences": chosen, "pages in use": _pages_in_use(cache)}, error)
+
+    tables, pages = _numbered_inside_files(book, chosen)
+    tensors = {name: _valid_rows(cache, layer, chosen, pages[rank]) for layer, name in enumerate(_layer_names(cache))}
+    about = {
+        "format": _FORMAT, **_identity(cache), "cp_size": cache.cp.size, "rank": rank,
+        "tables": [asdict(table) for table in tables],
+    }  # fmt: skip
+    about["digest"] = _digest(about, tensors.values())
+    folder.mkdir(parents=True, exist_ok=True)
+    target = folder / _file_name(rank, cache.cp.size)
+    unfinished = target.with_suffix(".unfinished")
+    _safetensors().torch.save_file(tensors, unfinished, metadata={_KEY: json.dumps(about)})
+    os.replace(unfinished, target)
+    return folder
+
+
+def import_cache(cache: LatentCache, folder: Path | str) -> tuple[int, ...]:
+    """Add the sequences of an exported cache. Collective; the number of ranks may be another than at export.
+
+    Returns:
+        The new ids, in the order of export.
+
+    Raises:
+        ValueError: files that are missing, damaged or of another model or kind of cache, too little room, or ranks
+            that disagree: the same error on all ranks, and the cache is as it was.
+    """
+    _safetensors()
+    found = _Found((), 0, ())
+    error = None
+    try:
+        found = _examine(cache, Path(folder))
+    except ValueError as failure:
+        error = str(failure)
+    agree(cache.cp, {"folder": str(folder)}, error)
+    book, ids, moves = cache.book, tuple[int, ...](), tuple[PageMove, ...]()
+    try:
+        book, ids, moves = cache.book.adopt(found.tables, found.cp_size)
+    except ValueError as failure:
+        error = str(failure)
+    agree(cache.cp, {"tables in the files": found.tables, "pages in use": _pages_in_use(cache)}, error)
+
+    cache.store.reserve(book.ranks[cache.cp.rank].made)
+    size = cache.page_size
+    for source, path in enumerate(found.paths):
+        mine = [move for move in moves if move.source_rank == source and move.rank == cache.cp.rank]
+        if not mine:
+            continue
+        places = torch.arange(size)
+        read = torch.cat([places + move.source * size for move in mine])
+        write = torch.cat([places + move.target * size for move in mine])
+        with _safetensors().safe_open(path, "pt") as file:
+            for layer, name in enumerate(_layer_names(cache)):
+                cache.store.write(layer, write, file.get_tensor(name)[read])
+    cache.replace_book(cache.book, book)
+    return ids
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """The files of an exported cache, in rank order, and the tables that they share."""
+
+    paths: tuple[Path, ...]
+    cp_size: int
+    tables: tuple[PageTable, ...]
+
+
+def _examine(cache: LatentCache, folder: Path) -> _Found:
+    """Find the files, compare them with the cache and with each other, and look for damage.
+
+    Every rank reads the metadata of all files and the content of its share of them.
+
+    Raises:
+        ValueError: what is wrong with which file.
+    """
+    paths = sorted(folder.glob("rank-*-of-*.safetensors"))
+    if not paths:
+        raise ValueError(f"{folder} holds no exported cache (files rank-00000-of-... .safetensors)")
+    abouts = [_about(path) for path in paths]
+    cp_size = abouts[0]["cp_size"]
+    if [path.name for path in paths] != [_file_name(rank, cp_size) for rank in range(cp_size)]:
+        raise ValueError(
+            f"{folder} was exported by {cp_size} ranks, but holds {', '.join(path.name for path in paths)}; "
+            "it needs the file of every rank and no other"
+        )
+    for rank, (path, about) in enumerate(zip(paths, abouts, strict=True)):
+        for name, expected in {"format": _FORMAT, **_identity(cache)}.items():
+            if about[name] != expected:
+                raise ValueError(
+                    f"{path} holds a cache with {name} {about[name]!r}, but this one has {name} {expected!r}; latents "
+                    "fit the model that computed them, and a cache of the same kind"
+                )
+        if about["rank"] != rank or any(about[name] != abouts[0][name] for name in ("cp_size", "tables")):
+            raise ValueError(f"{path} does not belong to the same export as {paths[0]}")
+        if rank % cache.cp.size == cache.cp.rank:
+            _check_content(cache, path, about)
+    tables = tuple(PageTable(t["length"], t["first_rank"], tuple(t["pages"])) for t in abouts[0]["tables"])
+    return _Found(tuple(paths), cp_size, tables)
+
+
+def _about(path: Path) -> dict[str, Any]:
+    """The metadata of a file.
+
+    Raises:
+        ValueError: not a file of an exported cache, or cut off.
+    """
+    try:
+        with _safetensors().safe_open(path, "pt") as file:
+            about: dict[str, Any] = json.loads((file.metadata() or {})[_KEY])
+    except (OSError, KeyError, ValueError, _safetensors().SafetensorError) as error:
+        raise ValueError(
+            f"{path} is damaged or not an exported cache ({type(error).__name__}: {error}); export it again"
+        ) from error
+    return about
+
+
+def _check_content(cache: LatentCache, path: Path, about: dict[str, Any]) -> None:
+    stated = {name: value for name, value in about.items() if name != "digest"}
+    with _safetensors().safe_open(path, "pt") as file:
+        names = list(file.keys())
+        complete = sorted(names) == sorted(_layer_names(cache))
+        if not complete or about["digest"] != _digest(stated, map(file.get_tensor, _layer_names(cache))):
+            raise ValueError(f"{path} is damaged: its content does not match its digest; export it again")
+
+
+def _identity(cache: LatentCache) -> dict[str, Any]:
+    """What two caches must have in common for latents of one to be latents of the other."""
+    return {
+        "model": cache.model,
+        "num_layers": cache.num_layers,
+        "kv_lora_rank": cache.codec.kv_lora_rank,
+        "qk_rope_head_dim": cache.codec.qk_rope_head_dim,
+        "dtype": str(cache.codec.dtype),
+        "page_size": cache.page_size,
+    }
+
+
+def _numbered_inside_files(book: PageBook, sequences: Sequence[int]) -> tuple[list[PageTable], list[list[int]]]:
+    """The tables with pages renumbered in order of use on each rank, and each rank's pages in that order."""
+    numbers: list[dict[int, int]] = [{} for _ in range(book.cp_size)]
+    tables = []
+    for table in map(book.table, sequences):
+        ranks = [(table.first_rank + place) % book.cp_size for place in range(len(table.pages))]
+        pages = [numbers[r].setdefault(page, len(numbers[r])) for r, page in zip(ranks, table.pages, strict=True)]
+        tables.append(PageTable(table.length, table.first_rank, tuple(pages)))
+    return tables, [list(known) for known in numbers]
+
+
+def _valid_rows(cache: LatentCache, layer: int, sequences: Sequence[int], pages: list[int]) -> Tensor:
+    """The rows of this rank's pages in one layer, zero where they hold no token: what memory held is nobody's."""
+    size, book, rank = cache.page_size, cache.book, cache.cp.rank
+    filled = dict.fromkeys(pages, 0)
+    for sequence in sequences:
+        count = book.local_count(sequence, rank, book.table(sequence).length)
+        for number, page in enumerate(book.local_pages(sequence, rank).tolist()):
+            filled[page] = max(filled[page], min(size, count - number * size))
+    valid = [place < filled[page] for page in pages for place in range(size)]
+    rows = cache.store.read(layer, np.asarray(pages, dtype=np.int64)).to("cpu", copy=True)
+    rows[~torch.tensor(valid, dtype=torch.bool)] = 0
+    return rows
+
+
+def _pages_in_use(cache: LatentCache) -> tuple[int, ...]:
+    return tuple(cache.book.used_pages(rank) for rank in range(cache.cp.size))
+
+
+def _layer_names(cache: LatentCache) -> list[str]:
+    return [f"layer.{layer}" for layer in range(cache.num_layers)]
+
+
+def _file_name(rank: int, cp_size: int) -> str:
+    return f"rank-{rank:05d}-of-{cp_size:05d}.safetensors"
+
+
+def _digest(about: dict[str, Any], tensors: Iterable[Tensor]) -> str:
+    digest = hashlib.sha256(json.dumps(about, sort_keys=True).encode())
+    for tensor in tensors:
+        digest.update(tensor.contiguous().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def _safetensors() -> Any:
+    try:
+        import safetensors
+        import safetensors.torch
+    except ImportError as error:
+        raise ImportError("files of caches need safetensors: pip install 'laga-attn[train]'") from error
+    return safetensors

@@ -1,0 +1,61 @@
+"""How much of the context is gathered and rebuilt at a time: from a byte budget."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from laga_attn.attention_plan import LatentDims
+
+__all__ = ["WORKSPACE", "Blocks", "blocks_within", "longest_chunk"]
+
+WORKSPACE: Final = 2**28
+"""Bytes of buffers by default: enough for full-speed matrix products, small beside a model."""
+
+_ENOUGH = 1024
+"""Tokens of a block beyond which longer ones are no faster: heads are grouped wider instead."""
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """How the context is worked off: tokens gathered at a time (from all ranks), heads rebuilt at a time."""
+
+    tokens: int
+    head_group: int
+
+
+def blocks_within(
+    budget: int, dims: LatentDims, heads: int, cp_size: int, itemsize: int, row_bytes: int, page_size: int
+) -> Blocks:
+    """The blocks whose buffers take at most `budget` bytes: an eighth of the heads, fewer if blocks get too short.
+
+    Args:
+        heads: what one rank attends with.
+        itemsize: bytes of an element of queries.
+        row_bytes: bytes of a stored row.
+
+    Raises:
+        ValueError: a budget below one token of each rank and one head.
+    """
+
+    def per_token(head_group: int) -> int:
+        # Two blocks of rows at a time, one in use and one arriving, each of them perhaps packed to be sent; then the
+        # latents, and K and V of the head group.
+        return 4 * row_bytes + (dims.latent_dim + head_group * dims.kv_head_dim) * itemsize
+
+    spare = 2 * page_size * row_bytes  # rows are picked by whole pages
+    head_group = max(1, heads // 8)
+    while head_group > 1 and (budget - spare) // per_token(head_group) < _ENOUGH:
+        head_group //= 2
+    tokens = max(0, budget - spare) // per_token(head_group) // cp_size * cp_size
+    if not tokens:
+        raise ValueError(
+            f"a workspace of {budget} bytes is too small for blocks of {cp_size} tokens, one of each rank, and the K "
+            f"and V of one head; give at least {spare + cp_size * per_token(1)} bytes"
+        )
+    return Blocks(tokens, head_group)
+
+
+def longest_chunk(budget: int, dims: LatentDims, itemsize: int) -> int:
+    """The most split tokens in a step: those whose K and V of one head take `budget` bytes."""
+    return budget // (dims.kv_head_dim * itemsize)

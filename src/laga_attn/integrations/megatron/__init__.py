@@ -1,0 +1,12 @@
+"""Latent attention for the MLA models of Megatron-Core: one line in the layer spec.
+
+    spec = laga.megatron.with_laga(spec, scheme="laga")
+"""
+
+from __future__ import annotations
+
+from laga_attn.integrations.megatron.features import RETURNS_COMPRESSED  # first: explains a missing Megatron
+from laga_attn.integrations.megatron.refusals import support_table
+from laga_attn.integrations.megatron.spec import with_laga
+
+__all__ = ["support_table", "with_laga"]

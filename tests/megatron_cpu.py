@@ -1,0 +1,84 @@
+"""What Megatron-Core needs to run on a machine without GPU: the places where it names one although it needs none.
+
+None of this is about attention, and none of it is in the library. Everything is undone at the end of the block::
+
+    with megatron_on_cpu():
+        model = GPTModel(...)
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any
+from unittest import mock
+
+os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")  # Megatron compiles small fusions at import, minutes on a CPU
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+__all__ = ["megatron_on_cpu"]
+
+
+class _CudaMeansCpu(TorchFunctionMode):
+    """`device="cuda"`, `.to("cuda")` and `.cuda()` stay on the CPU, and tensor types read as if on a GPU."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.cuda:
+            return args[0]
+        kwargs = {name: _on_cpu(value) if name == "device" else value for name, value in (kwargs or {}).items()}
+        kwargs.pop("pin_memory", None)
+        if func is Tensor.to:
+            args = tuple(_on_cpu(value) for value in args)
+        result = func(*args, **kwargs)
+        if func is Tensor.type and isinstance(result, str):
+            return result.replace("torch.", "torch.cuda.")
+        return result
+
+
+def _on_cpu(value: Any) -> Any:
+    named = isinstance(value, str) and value.startswith("cuda")
+    return "cpu" if named or (isinstance(value, torch.device) and value.type == "cuda") else value
+
+
+@contextmanager
+def megatron_on_cpu() -> Iterator[None]:
+    """Run Megatron-Core on the CPU inside the block, with gloo."""
+    from megatron.core.tensor_parallel import random
+    from megatron.core.transformer import multi_latent_attention, torch_norm
+
+    cuda = {
+        "current_device": lambda: torch.device("cpu"),
+        "get_rng_state": lambda *_: torch.get_rng_state(),
+        "set_rng_state": lambda state, *_: torch.set_rng_state(state),
+        "manual_seed": torch.manual_seed,
+        "synchronize": lambda *_: None,
+        "empty_cache": lambda: None,
+        "current_stream": lambda *_: mock.MagicMock(),
+        "default_stream": lambda *_: mock.MagicMock(),
+        "stream": lambda *_: nullcontext(),
+        "Stream": mock.MagicMock,
+        "Event": mock.MagicMock,
+    }
+    with ExitStack() as stack:
+        for name, replacement in cuda.items():
+            stack.enter_context(mock.patch.object(torch.cuda, name, replacement))
+        stack.enter_context(mock.patch.object(random, "_get_cuda_rng_state", lambda *_, **__: torch.get_rng_state()))
+        stack.enter_context(mock.patch.object(random, "_set_cuda_rng_state", lambda s, *_, **__: torch.set_rng_state(s)))
+        # Some releases find Transformer Engine by what they import from their own wrappers, which is always there.
+        stack.enter_context(mock.patch.object(multi_latent_attention, "HAVE_TE", False))
+        stack.enter_context(mock.patch.object(torch_norm.WrappedTorchNorm, "__new__", _norm))
+        stack.enter_context(_CudaMeansCpu())
+        yield
+
+
+def _norm(cls: type, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> torch.nn.Module:
+    """Torch's norms, with the mark that Megatron's own norms carry: their gradients are summed over TP with SP."""
+    norm_class = torch.nn.RMSNorm if config.normalization == "RMSNorm" else torch.nn.LayerNorm
+    norm = norm_class(hidden_size, eps=eps)
+    for parameter in norm.parameters():
+        parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+    return norm
