@@ -28,6 +28,8 @@ class Run:
     head_group: int | None = None
     poison_pads: bool = False
     with_dlse: bool = True
+    two_level: bool = False
+    overlap: bool = True
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,9 @@ def layout_of(case: Case, run: Run, size: int) -> SequenceLayout:
 
 
 def parallel(ctx: RankContext, run: Run) -> laga.ContextParallel:
-    return laga.ContextParallel.none() if ctx.size == 1 else laga.ContextParallel(ctx.group, run.ulysses_degree)
+    if ctx.size == 1:
+        return laga.ContextParallel.none()
+    return laga.ContextParallel(ctx.group, run.ulysses_degree, two_level=run.two_level, overlap=run.overlap)
 
 
 def attend(ctx: RankContext, case: Case, run: Run) -> Local:

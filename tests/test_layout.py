@@ -87,10 +87,10 @@ def test_what_each_rank_sends_is_what_the_other_expects_in_the_order_it_needs(la
     degree = data.draw(st.sampled_from([u for u in range(1, layout.cp_size + 1) if layout.cp_size % u == 0]))
     routes = [route_tokens(layout, rank, degree, *mask) for rank in range(layout.cp_size)]
     held = [rows[rows >= 0] for rows in layout.rows_by_rank()]
-    for name in ("queries", "key_route"):
+    for picked in (lambda r: r.queries, lambda r: r.keys.routes[0]):
         for rank, routing in enumerate(routes):
-            route = getattr(routing, name)
-            arriving = [held[p][getattr(routes[p], name).send[rank]] for p in range(layout.cp_size)]
+            route = picked(routing)
+            arriving = [held[p][picked(routes[p]).send[rank]] for p in range(layout.cp_size)]
             assert tuple(len(part) for part in arriving) == route.received
             assert tuple(len(held[rank][rows]) for rows in route.send) == route.sent
             arrived = torch.cat([torch.from_numpy(part) for part in arriving])

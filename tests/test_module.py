@@ -15,6 +15,7 @@ from transformers import AutoConfig
 from transformers.models.deepseek_v2 import modeling_deepseek_v2 as hf_v2
 from transformers.models.deepseek_v3 import modeling_deepseek_v3 as hf_v3
 
+from laga_attn.attention import latent_attention
 from laga_attn.config import MLAConfig
 from laga_attn.grid import ContextParallel
 from laga_attn.layout import LayoutKind, SequenceLayout
@@ -253,6 +254,24 @@ def test_given_positions_replace_those_of_the_layout(per_sequence: bool) -> None
     assert relative_error(build(job)(x, job.layout(1)), reference) > 1e-3
 
 
+def test_options_reach_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, Any] = {}
+
+    def spy(*tensors: Tensor, **options: Any) -> Tensor:
+        given.update(options)
+        return latent_attention(*tensors, **options)
+
+    monkeypatch.setattr("laga_attn.module.latent_attention", spy)
+    options = {"scheme": "explicit", "save": "kv", "kernel": "reference", "head_group": 3, "softmax_scale": 0.5}
+    forward = {"causal": True, "window": 7}
+    job = Job(BASE)
+    layer = build(Job(BASE, options=options))
+    layer(job.tensors()[0], job.layout(1), **forward)
+    assert {name: given[name] for name in (*options, *forward)} == options | forward
+    assert given["cp"] is layer.cp
+    assert given["layout"] == job.layout(1)
+
+
 # Pads, dtypes, modes.
 
 
@@ -270,6 +289,7 @@ def test_what_pads_contain_changes_nothing(ranks: Ranks, model: str) -> None:
         assert (b[1][:, pads] == 0).all()
 
 
+@pytest.mark.filterwarnings("error")
 def test_bf16_and_autocast_stay_close_to_fp64() -> None:
     job = Job(BASE)
     x, layout = job.tensors()[0], job.layout(1)

@@ -24,6 +24,8 @@ EXTRA_YARN: dict[str, dict[str, Any]] = {
     "temperature outside": {"mscale": None, "mscale_all_dim": None},
     "temperature shared": {"mscale": 1.2, "mscale_all_dim": 0.7},
     "temperature given": {"attention_factor": 1.25},
+    "temperature half given": {"mscale": 0.7, "mscale_all_dim": None},
+    "blend beyond the last pair": {"beta_slow": 0.001},
     "not truncated": {"truncate": False, "beta_fast": 20.5, "beta_slow": 3.5},
 }
 

@@ -12,10 +12,10 @@ from laga_attn.collectives import all_gather_rows, exchange_rows
 from laga_attn.grid import ContextParallel
 from laga_attn.traffic import Record, Traffic, record, traffic
 
-LATENT = Record("latent", "all_gather", "forward", 30, 30)
-LATENT_GRAD = Record("latent_grad", "all_to_all", "backward", 31, 29)
-QUERY = Record("query", "all_to_all", "forward", 5, 7)
-CONTROL = Record("agreement", "all_gather", "forward", 16, 16)
+LATENT = Record("latent", "all_gather", "forward", (0, 30), (0, 30))
+LATENT_GRAD = Record("latent_grad", "all_to_all", "backward", (0, 31), (0, 29))
+QUERY = Record("query", "all_to_all", "forward", (0, 5), (0, 7))
+CONTROL = Record("agreement", "all_gather", "forward", (0, 16), (0, 16))
 
 
 def test_sums_select_by_kind_and_phase_and_leave_control_messages_out():
@@ -26,6 +26,12 @@ def test_sums_select_by_kind_and_phase_and_leave_control_messages_out():
     assert t.sent("latent", "backward") == 0
     assert t.sent("agreement") == 16
     assert t.select("agreement") == [CONTROL]
+
+
+def test_bytes_across_are_those_that_leave_the_ulysses_group():
+    t = Traffic([Record("latent", "all_to_all", "forward", (1, 2, 0, 8), (16, 32, 0, 64)), CONTROL])
+    assert (t.sent(), t.received()) == (11, 112)
+    assert [t.sent_across(degree, 2) for degree in (1, 2, 4)] == [11, 3, 0]
 
 
 def test_nested_blocks_record_everything_issued_while_they_are_open():
@@ -80,9 +86,9 @@ def test_the_table_has_a_line_for_each_kind_and_phase_and_a_total():
     mib = 2**20
     t = Traffic(
         [
-            Record("latent", "all_gather", "forward", 3 * mib, 3 * mib),
-            Record("latent", "all_gather", "backward", mib, mib),
-            Record("latent", "all_gather", "forward", mib // 2, mib),
+            Record("latent", "all_gather", "forward", (0, 3 * mib), (0, 3 * mib)),
+            Record("latent", "all_gather", "backward", (0, mib), (0, mib)),
+            Record("latent", "all_gather", "forward", (0, mib // 2), (0, mib)),
             CONTROL,
         ]
     )

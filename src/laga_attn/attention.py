@@ -121,7 +121,8 @@ def _plan(call: Call) -> AttentionPlan:
     dims, cp = call.dims(), call.cp
     scheme, degree = call.resolve()
     own_keys_apart = scheme == "laga" and degree == 1 and cp.size > 1 and call.window is None
-    routing = route_tokens(call.layout, cp.rank, degree, call.causal, call.window, own_keys_apart)
+    two_level = scheme != "explicit" and cp.two_level
+    routing = route_tokens(call.layout, cp.rank, degree, call.causal, call.window, own_keys_apart, two_level)
     keys = max(segment.num_keys for segment in routing.segments) * call.q.shape[0]
     return AttentionPlan(
         scheme=scheme,

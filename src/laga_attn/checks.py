@@ -87,6 +87,7 @@ class Call:
             "layout": self.layout,
             "scheme": self.scheme,
             "ulysses_degree": self.cp.ulysses_degree,
+            "two_level": self.cp.two_level,
             "qk_nope_head_dim": self.qk_nope_head_dim,
             "v_head_dim": self.v_head_dim,
             "softmax_scale": self.softmax_scale,

@@ -74,9 +74,9 @@ def all_gather_rows(x: Tensor, cp: ContextParallel, *, kind: str, phase: Phase) 
     if cp.size == 1:
         return Pending(x)
     out = x.new_empty((cp.size * x.shape[0], *x.shape[1:]))
-    moved = x.nbytes * (cp.size - 1)
-    record(Record(kind, "all_gather", phase, sent=moved, received=moved))
-    return Pending(out, _all_gather(out, x, group=cp.group, async_op=True), x)
+    each = tuple(0 if peer == cp.rank else x.nbytes for peer in range(cp.size))
+    record(Record(kind, "all_gather", phase, each, each))
+    return _started(out, _all_gather(out, x, group=cp.group, async_op=True), x, cp)
 
 
 def exchange_rows(
@@ -109,19 +109,13 @@ def exchange_rows(
 
     row_bytes = first.element_size() * first.shape[1:].numel()
     send_rows = [piece.shape[0] for piece in send]
-    record(
-        Record(
-            kind,
-            "all_to_all",
-            phase,
-            sent=row_bytes * (sum(send_rows) - send_rows[me]),
-            received=row_bytes * (sum(recv_rows) - recv_rows[me]),
-        )
-    )
+    sent_to = tuple(0 if peer == me else row_bytes * rows for peer, rows in enumerate(send_rows))
+    received_from = tuple(0 if peer == me else row_bytes * rows for peer, rows in enumerate(recv_rows))
+    record(Record(kind, "all_to_all", phase, sent_to, received_from))
     if cp.backend_for(first.device.type) == "gloo":  # has only the form with one packed buffer
         packed = torch.cat(tuple(send))
         work = dist.all_to_all_single(out, packed, list(recv_rows), send_rows, group=cp.group, async_op=True)
-        return Pending(out, work, packed)
+        return _started(out, work, packed, cp)
     # The list form reads the pieces where they lie. Our own piece is copied here and left out of the message.
     receive = list(torch.split(out, list(recv_rows)))
     receive[me].copy_(send[me])
@@ -129,7 +123,13 @@ def exchange_rows(
     pieces = [piece.contiguous() for piece in send]
     pieces[me] = pieces[me][:0]
     work = dist.all_to_all(receive, pieces, group=cp.group, async_op=True)
-    return Pending(out, work, pieces)
+    return _started(out, work, pieces, cp)
+
+
+def _started(out: Tensor, work: dist.Work | None, sending: object, cp: ContextParallel) -> Pending[Tensor]:
+    if work is not None and not cp.overlap:
+        work.wait()
+    return Pending(out, work, sending)
 
 
 def _check_tensor(x: Tensor, cp: ContextParallel, what: str) -> None:

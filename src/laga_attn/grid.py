@@ -30,6 +30,11 @@ class ContextParallel:
             ``"always"`` on every call, ``"new"`` only for arguments not seen before, ``"auto"`` (default) on
             every call of a CPU group and for new arguments on a device group, where comparing waits for the
             device.
+        two_level: gather latents first between ranks of the same place in each Ulysses group, then inside the
+            group: the same bytes per port, but where Ulysses groups are nodes each latent enters a node once
+            instead of U times. Gradients return the same way.
+        overlap: False makes every collective finish where it starts. Same numbers; for measuring what
+            overlap hides.
 
     Instances are read-only and compare by identity. ``copy`` and ``copy.deepcopy`` return the same instance
     (process groups cannot be copied), so modules that hold one can be copied.
@@ -39,7 +44,17 @@ class ContextParallel:
             divide P, an unknown ``check``.
     """
 
-    __slots__ = ("_agreed", "_backends", "_check", "_group", "_rank", "_size", "_ulysses_degree")
+    __slots__ = (
+        "_agreed",
+        "_backends",
+        "_check",
+        "_group",
+        "_overlap",
+        "_rank",
+        "_size",
+        "_two_level",
+        "_ulysses_degree",
+    )
 
     def __init__(
         self,
@@ -47,6 +62,8 @@ class ContextParallel:
         ulysses_degree: int | None = None,
         *,
         check: Check = "auto",
+        two_level: bool = False,
+        overlap: bool = True,
     ) -> None:
         if check not in get_args(Check):
             raise ValueError(f"check={check!r} is unknown; choose one of {', '.join(get_args(Check))}")
@@ -56,6 +73,7 @@ class ContextParallel:
         self._size = dist.get_world_size(group)
         self._backends = _backend_of_each_device(group)
         self._check: Check = check
+        self._two_level, self._overlap = two_level, overlap
         self._ulysses_degree = _valid_degree(ulysses_degree, self._size)
         self._agreed: dict[bytes, None] = {}
 
@@ -65,6 +83,7 @@ class ContextParallel:
         self = cls.__new__(cls)
         self._group, self._rank, self._size = None, 0, 1
         self._backends, self._check = {}, "auto"
+        self._two_level, self._overlap = False, True
         self._ulysses_degree = None
         self._agreed = {}
         return self
@@ -75,7 +94,9 @@ class ContextParallel:
             other = ContextParallel.none()
             other._ulysses_degree = _valid_degree(ulysses_degree, 1)
         else:
-            other = ContextParallel(self._group, ulysses_degree, check=self._check)
+            other = ContextParallel(
+                self._group, ulysses_degree, check=self._check, two_level=self._two_level, overlap=self._overlap
+            )
         other._agreed = self._agreed
         return other
 
@@ -103,6 +124,16 @@ class ContextParallel:
     def check(self) -> Check:
         """When the ranks compare their arguments, as given."""
         return self._check
+
+    @property
+    def two_level(self) -> bool:
+        """Whether latents travel between Ulysses groups first and inside them second."""
+        return self._two_level
+
+    @property
+    def overlap(self) -> bool:
+        """Whether collectives run beside computation."""
+        return self._overlap
 
     @property
     def backend(self) -> str:

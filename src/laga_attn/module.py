@@ -134,14 +134,14 @@ class MultiheadLatentAttention(nn.Module):
         """What travels: normalised latents ``[B, s, kv_lora_rank]``, rotated key parts ``[B, s, rope]``."""
         compressed = self.kv_a_proj_with_mqa(hidden_states)
         c_kv, k_rope = compressed.split([self.cfg.kv_lora_rank, self.cfg.qk_rope_head_dim], dim=-1)
-        return self.kv_a_layernorm(c_kv), apply_rope(k_rope, cos, sin, self._pairing)
+        return _normalised(self.kv_a_layernorm, c_kv), apply_rope(k_rope, cos, sin, self._pairing)
 
     def query(self, hidden_states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """All heads' queries ``[B, s, H, nope + rope]``, the rope part rotated."""
         if self.cfg.q_lora_rank is None:
             q = self.q_proj(hidden_states)
         else:
-            q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(hidden_states)))
+            q = self.q_b_proj(_normalised(self.q_a_layernorm, self.q_a_proj(hidden_states)))
         q = q.unflatten(-1, (self.cfg.num_attention_heads, self.cfg.qk_head_dim))
         q_nope, q_rope = q.split([self.cfg.qk_nope_head_dim, self.cfg.qk_rope_head_dim], dim=-1)
         cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)  # the same for all heads
@@ -175,6 +175,12 @@ class MultiheadLatentAttention(nn.Module):
                 "it: merge the adapter into the weight, or do not target this projection"
             )
         return None
+
+
+def _normalised(norm: nn.RMSNorm, x: Tensor) -> Tensor:
+    # Under autocast x is bf16 and the weight fp32, a mixture for which PyTorch has no fused norm.
+    y: Tensor = norm(x.to(norm.weight.dtype))
+    return y.to(x.dtype)
 
 
 def _pads(layout: SequenceLayout, rank: int, device: torch.device) -> Tensor | None:

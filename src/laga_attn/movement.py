@@ -127,17 +127,29 @@ def _heads(rank: int, group: slice, ulysses_degree: int, num_heads: int) -> slic
 
 
 def gather_keys(
-    pieces: Sequence[Tensor] | Tensor, route: TokenRoute, cp: ContextParallel, kind: str, phase: Phase
+    pieces: Sequence[Tensor] | Tensor, routes: Sequence[TokenRoute], cp: ContextParallel, kind: str, phase: Phase
 ) -> Finish:
     """What represents K and V, from every rank that holds a visible token, in sequence order.
 
     Args:
         pieces: `[n, B, ...]` over this rank's real rows, the same for every peer; or one such tensor per peer, where
             peers want different heads.
+        routes: the routes of a key segment; what arrives along one leaves along the next.
 
     Returns:
         A closure that gives `[keys, B, ...]`.
     """
+    first, *further = routes
+    finish = _gather(pieces, first, cp, kind, phase)
+    for route in further:
+        arrived = finish()
+        finish = _gather(arrived, route, cp, kind, phase)
+    return finish
+
+
+def _gather(
+    pieces: Sequence[Tensor] | Tensor, route: TokenRoute, cp: ContextParallel, kind: str, phase: Phase
+) -> Finish:
     if isinstance(pieces, Tensor) and route.everyone_gets_everything:
         gathered = all_gather_rows(pieces, cp, kind=kind, phase=phase)
         return lambda: take(gathered.wait(), route.order)
@@ -148,7 +160,7 @@ def gather_keys(
 
 
 def return_key_grads(
-    grad: Tensor, route: TokenRoute, cp: ContextParallel, dtype: torch.dtype, kind: str, phase: Phase
+    grad: Tensor, routes: Sequence[TokenRoute], cp: ContextParallel, dtype: torch.dtype, kind: str, phase: Phase
 ) -> Callable[[], list[Tensor]]:
     """Send each rank the gradient of the rows that it contributed, in `dtype`: a reduce-scatter up to its sum.
 
@@ -156,13 +168,28 @@ def return_key_grads(
     who adds in rank order with one rounding: bitwise repeatable on every backend.
 
     Args:
-        grad: `[keys, B, ...]`.
+        grad: `[keys, B, ...]`, in the accumulation dtype where there is more than one route.
+        routes: those of `gather_keys`, taken backwards.
+        dtype: what travels.
 
     Returns:
         A closure that gives one contribution `[rows sent to p, B, ...]` per peer p, in rank order.
     """
     if cp.size == 1:
         return lambda: [grad]  # nothing travels, so nothing is rounded to the wire's dtype either
+    first, *further = routes
+    for route in reversed(further):
+        arrived = grad.new_zeros(route.sent[cp.rank], *grad.shape[1:])
+        for rows, part in zip(route.send, _return(grad, route, cp, dtype, kind, phase)(), strict=True):
+            if part.shape[0]:
+                add_rows(arrived, rows, part)
+        grad = arrived
+    return _return(grad, first, cp, dtype, kind, phase)
+
+
+def _return(
+    grad: Tensor, route: TokenRoute, cp: ContextParallel, dtype: torch.dtype, kind: str, phase: Phase
+) -> Callable[[], list[Tensor]]:
     pieces = _in_arrival_order(grad, route, dtype)
     pending = exchange_rows(pieces, route.sent, cp, kind=kind, phase=phase)
     return lambda: list(pending.wait().split(list(route.sent)))

@@ -14,7 +14,8 @@ the order of arrival made sequence order.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Final
 
@@ -48,9 +49,13 @@ class TokenRoute:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KeySegment:
-    """A set of keys, in sequence order, with the spans of the queries over it. `route` is None for own keys."""
+    """A set of keys, in sequence order, with the spans of the queries over it.
 
-    route: TokenRoute | None
+    `routes` are taken one after the other: none for own keys, one across the whole group, or two where latents travel
+    between Ulysses groups first and inside them second.
+    """
+
+    routes: tuple[TokenRoute, ...]
     num_keys: int
     spans: tuple[Span, ...]
 
@@ -73,12 +78,6 @@ class Routing:
         return segment
 
     @property
-    def key_route(self) -> TokenRoute:
-        """Along which what represents all keys travels."""
-        assert self.keys.route is not None  # only own keys, kept apart, have none
-        return self.keys.route
-
-    @property
     def has_pads(self) -> bool:
         return self.real_len != self.local_len
 
@@ -98,11 +97,13 @@ def route_tokens(
     causal: bool,
     window: int | None,
     own_keys_apart: bool = False,
+    two_level: bool = False,
 ) -> Routing:
     """Plan the movement of one attention call: pure in its arguments, hence cached.
 
     `own_keys_apart` makes two segments of the keys. It needs `ulysses_degree` 1, so that queries and own keys are the
-    same tokens, and no window, whose edge does not survive taking tokens out of the sequence.
+    same tokens, and no window, whose edge does not survive taking tokens out of the sequence. `two_level` sends keys
+    between ranks of the same place in each Ulysses group, then inside the group.
     """
     if own_keys_apart and (ulysses_degree != 1 or window is not None):
         raise ValueError(f"own keys stay apart only at ulysses_degree=1 without a window, got {ulysses_degree}, {window}")
@@ -119,24 +120,39 @@ def route_tokens(
     visible_of = [tokens[p][_within(tokens[p], visible[mine])] for p in range(size)]
     seen_whole = all(int((stops - starts).sum()) == layout.seq_len for starts, stops in visible)
 
-    def segment(peers: list[int], *, causal: bool) -> KeySegment:
-        nothing = np.empty(0, dtype=np.int64)
-        arriving = [visible_of[p] if p in peers else nothing for p in range(size)]
-        keys = np.sort(np.concatenate(arriving))
-        route = _route(
+    nothing = np.empty(0, dtype=np.int64)
+
+    def direct(peers: Collection[int]) -> TokenRoute:
+        return _route(
             send=[np.flatnonzero(seen_by[p // ulysses_degree]) if p in peers else nothing for p in range(size)],
-            arriving=arriving,
+            arriving=[visible_of[p] if p in peers else nothing for p in range(size)],
             everyone_gets_everything=seen_whole and len(peers) == size and len({len(part) for part in tokens}) == 1,
         )
-        return KeySegment(route, len(keys), _spans(bounds, queries[mine], keys, causal, window))
+
+    def inside_group() -> TokenRoute:
+        """After `direct` between the ranks of each place: what the members of my group hold, to all members."""
+        columns = [np.concatenate(visible_of[place::ulysses_degree]) for place in range(ulysses_degree)]
+        held_now = columns[rank % ulysses_degree]
+        return _route(
+            send=[_all_rows(len(held_now)) if p in members[mine] else nothing for p in range(size)],
+            arriving=[columns[p % ulysses_degree] if p in members[mine] else nothing for p in range(size)],
+        )
+
+    def segment(peers: Collection[int], *, causal: bool) -> KeySegment:
+        keys = np.sort(np.concatenate([nothing, *(visible_of[p] for p in peers)]))
+        routes: tuple[TokenRoute, ...] = (direct(peers),)
+        if two_level and 1 < ulysses_degree < size:
+            between = direct(range(rank % ulysses_degree, size, ulysses_degree))
+            routes = (replace(between, order=None, inverse=None), inside_group())  # order is made at the end
+        return KeySegment(routes, len(keys), _spans(bounds, queries[mine], keys, causal, window))
 
     bounds = _key_bounds(layout, queries[mine], causal, window)
     if own_keys_apart:
-        own = KeySegment(None, len(tokens[rank]), _spans(bounds, queries[mine], tokens[rank], causal, window))
+        own = KeySegment((), len(tokens[rank]), _spans(bounds, queries[mine], tokens[rank], causal, window))
         # Keys of other ranks lie before a run of queries or after it, never inside: no diagonal crosses them.
         segments = (own, segment([p for p in range(size) if p != rank], causal=False))
     else:
-        segments = (segment(list(range(size)), causal=causal),)
+        segments = (segment(range(size), causal=causal),)
 
     inside = members[mine]
     return Routing(
@@ -144,16 +160,15 @@ def route_tokens(
         real_len=len(tokens[rank]),
         local_len=layout.local_len,
         queries=_route(
-            send=[_all_rows(len(tokens[rank])) if p in inside else _all_rows(0) for p in range(size)],
-            arriving=[tokens[p] if p in inside else tokens[p][:0] for p in range(size)],
-            everyone_gets_everything=False,
+            send=[_all_rows(len(tokens[rank])) if p in inside else nothing for p in range(size)],
+            arriving=[tokens[p] if p in inside else nothing for p in range(size)],
         ),
         num_queries=len(queries[mine]),
         segments=segments,
     )
 
 
-def _route(send: list[Index], arriving: list[Index], *, everyone_gets_everything: bool) -> TokenRoute:
+def _route(send: list[Index], arriving: list[Index], *, everyone_gets_everything: bool = False) -> TokenRoute:
     arrival = np.concatenate(arriving)
     order = np.argsort(arrival, kind="stable")
     in_order = bool(np.array_equal(order, np.arange(len(order))))

@@ -26,15 +26,26 @@ class Record:
             gradients ``"latent_grad"`` ..., or ``"agreement"`` for control messages.
         op: ``"all_gather"`` or ``"all_to_all"``.
         phase: ``"forward"`` or ``"backward"``.
-        sent: bytes that left this rank for others; its part for itself is not counted.
-        received: bytes that came from others.
+        sent_to: bytes for each rank of the group, in rank order; 0 for this rank itself.
+        received_from: bytes from each rank. An all-gather counts each rank's part as coming straight from it, whatever
+            route the backend takes.
     """
 
     kind: str
     op: str
     phase: Phase
-    sent: int
-    received: int
+    sent_to: tuple[int, ...]
+    received_from: tuple[int, ...]
+
+    @property
+    def sent(self) -> int:
+        """Bytes that left this rank for others."""
+        return sum(self.sent_to)
+
+    @property
+    def received(self) -> int:
+        """Bytes that came from others."""
+        return sum(self.received_from)
 
 
 @dataclass(slots=True)
@@ -58,6 +69,14 @@ class Traffic:
     def received(self, kind: str | None = None, phase: Phase | None = None) -> int:
         """Bytes received from other ranks, see :meth:`select`."""
         return sum(r.received for r in self.select(kind, phase))
+
+    def sent_across(self, ulysses_degree: int, rank: int, kind: str | None = None, phase: Phase | None = None) -> int:
+        """Bytes that this rank sent to ranks outside its own Ulysses group: between nodes, where groups are nodes."""
+        first = rank // ulysses_degree * ulysses_degree
+        inside = range(first, first + ulysses_degree)
+        return sum(
+            size for r in self.select(kind, phase) for peer, size in enumerate(r.sent_to) if peer not in inside
+        )
 
     def table(self) -> str:
         """Plain-text table of calls and MiB sent and received, one line per kind and phase, with a total."""

@@ -50,6 +50,15 @@ def test_batches_without_lse_gradient(ranks, scheme, size, degree):
     assert_matches(run_on(ranks(size), case, run), oracle(case, make_inputs(case)), rel=EXACT)
 
 
+@pytest.mark.parametrize("scheme", ["laga", "absorbed"])
+@pytest.mark.parametrize("lengths", [SINGLE, PACKED])
+def test_two_levels_of_network_give_the_same_numbers(ranks, scheme, lengths):
+    for mask, kind in itertools.product(MASKS, ("zigzag", "contiguous")):
+        case = Case(lengths=lengths, **mask)
+        run = Run(scheme=scheme, ulysses_degree=2, kind=kind, two_level=True, poison_pads=True)
+        assert_matches(run_on(ranks(4), case, run), oracle(case, make_inputs(case), with_dlse=True), rel=EXACT)
+
+
 @pytest.mark.parametrize("heads", [1, 2, 3])
 def test_more_ranks_than_heads_work_without_head_exchange(ranks, heads):
     case = Case(lengths=(37,), heads=heads)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import laga_attn as laga
+from laga_attn.attention_plan import SAVE_POLICIES
 from laga_attn.layout import SequenceLayout
 from tests.compare import assert_bitwise
 from tests.oracle import Case, make_inputs
@@ -50,6 +51,21 @@ def test_save_policies_agree_to_the_bit(ranks, size):
     for parts in policies[1:]:
         for rank in range(size):
             _same_bits(parts[rank], policies[0][rank], f"rank {rank}")
+
+
+@pytest.mark.parametrize("scheme", ["laga", "explicit", "absorbed"])
+def test_overlap_changes_no_bit(ranks, scheme):
+    for size, degree in ((2, 1), (2, 2), (4, 2), (4, 1)):
+        case = Case(lengths=(61, 40), nope=16, rope=8, v=12, rank=24, dtype=torch.bfloat16)
+        for save in SAVE_POLICIES[scheme]:
+            beside, in_turn = (
+                ranks(size).run(
+                    attend, case, Run(scheme=scheme, ulysses_degree=degree, save=save, head_group=1, overlap=overlap)
+                )
+                for overlap in (True, False)
+            )
+            for rank in range(size):
+                _same_bits(beside[rank], in_turn[rank], f"{save} rank {rank} of {size}")
 
 
 @pytest.mark.parametrize("scheme", ["laga", "explicit", "absorbed"])

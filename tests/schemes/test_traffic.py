@@ -111,3 +111,21 @@ def test_gathering_once_is_what_save_gathered_and_kv_buy(ranks):
     for save, gathers in (("latent", 2), ("gathered", 1), ("kv", 1)):
         for order in ranks(2).run(_collective_counts, CASE, Run(save=save, ulysses_degree=2)):
             assert sum(kind == "latent" for kind, _, _ in order) == gathers
+
+
+def _across(ctx, case, run):
+    with laga.traffic() as t:
+        attend(ctx, case, run)
+    kinds = ("latent", "latent_grad")
+    return {kind: (t.sent(kind), t.sent_across(run.ulysses_degree, ctx.rank, kind)) for kind in kinds}
+
+
+def test_two_levels_move_the_same_bytes_but_each_latent_enters_a_group_once(ranks):
+    case, size, degree = CASE.with_(causal=False), 4, 2
+    shard = case.batch * case.tokens // size * LATENT * ITEM
+    for scheme in ("laga", "absorbed"):
+        flat = ranks(size).run(_across, case, Run(scheme=scheme, ulysses_degree=degree))
+        two = ranks(size).run(_across, case, Run(scheme=scheme, ulysses_degree=degree, two_level=True))
+        for kind, passes in (("latent", 2), ("latent_grad", 1)):  # gathered in forward and again in backward
+            assert {ledger[kind] for ledger in flat} == {(passes * 3 * shard, passes * 2 * shard)}
+            assert {ledger[kind] for ledger in two} == {(passes * 3 * shard, passes * 1 * shard)}

@@ -43,7 +43,7 @@ def attend_split(q: Tensor, c_kv: Tensor, k_rope: Tensor, weight: Tensor, call: 
     assert step.layout is not None
     degree = cp.ulysses_degree or 1
     routing = route_tokens(step.layout, cp.rank, degree, True, None)
-    finish_latent = gather_keys(join_latent(c_kv, k_rope, routing), routing.key_route, cp, "latent", "forward")
+    finish_latent = gather_keys(join_latent(c_kv, k_rope, routing), routing.keys.routes, cp, "latent", "forward")
     every = slice(0, dims.num_heads // degree)
     finish_query = send_heads(q, every, routing, cp, degree, "query", "forward")
     storing = _send_to_storage(torch.cat([c_kv, k_rope], dim=-1)[0], call)

@@ -29,12 +29,20 @@ except ImportError as error:
 from laga_attn.attention import latent_attention
 from laga_attn.grid import ContextParallel
 from laga_attn.integrations.transformers_calls import install_hooks
+from laga_attn.integrations.transformers_generate import GenerationCache, GenerationStep, generation_cache
 from laga_attn.integrations.transformers_lora import check_projection, latent_and_weight
 from laga_attn.integrations.transformers_models import check_model_type, support_table
 from laga_attn.kernels import KernelName
 from laga_attn.layout import SequenceLayout
 
-__all__ = ["ATTENTION_NAME", "ParallelizedModel", "parallelize", "support_table"]
+__all__ = [
+    "ATTENTION_NAME",
+    "GenerationCache",
+    "ParallelizedModel",
+    "generation_cache",
+    "parallelize",
+    "support_table",
+]
 
 ATTENTION_NAME = "laga"
 """Name of the attention function in Transformers' registry, and of `config._attn_implementation`."""
@@ -194,6 +202,7 @@ def _attend(
     scaling: float,
     dropout: float = 0.0,
     layout: SequenceLayout | None = None,
+    generation: GenerationStep | None = None,
     **kwargs: object,
 ) -> tuple[Tensor, None]:
     """The attention function that Transformers calls: returns `[B, s, H, v]` and no attention weights.
@@ -201,7 +210,7 @@ def _attend(
     `query [B, H, s, nope + rope]`; `key [B, 1, s, r]` and `value [B, 1, s, rope]` come from `_hand_through`.
     """
     options: _Options | None = getattr(module, "_laga_options", None)
-    if options is None or layout is None:
+    if options is None or (layout is None and generation is None):
         raise ValueError(
             f"{type(module).__name__} was called with attention {ATTENTION_NAME!r}, but not through a "
             "parallelized model; call the model itself, and let no other model share its config"
@@ -212,6 +221,9 @@ def _attend(
     asked += [f"attention_dropout={dropout}"] if dropout > 0 else []
     if asked:
         raise ValueError(f"{type(module).__name__} asks for {', '.join(asked)}, which is not supported")
+    if generation is not None:
+        return generation.attend(module, query, key.squeeze(1), value.squeeze(1), scaling, options.kernel), None
+    assert layout is not None
     latent, weight = latent_and_weight(module.kv_b_proj, key.squeeze(1))
     out = latent_attention(
         query.transpose(1, 2),

@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from laga_attn.agreement import agree
 from laga_attn.grid import ContextParallel
+from laga_attn.integrations.transformers_generate import GenerationCache, finish_call, note_logits
 from laga_attn.layout import SequenceLayout
 
 __all__ = ["install_hooks"]
@@ -35,6 +36,8 @@ def install_hooks(outer: Any, cp: ContextParallel) -> list[RemovableHandle]:
     hooks = [decoder.register_forward_pre_hook(partial(_prepare_call, cp, horizon), with_kwargs=True)]
     if outer is not decoder:
         hooks.append(outer.register_forward_pre_hook(_check_labels, with_kwargs=True))
+        hooks.append(outer.register_forward_pre_hook(note_logits, with_kwargs=True))
+    hooks.append(decoder.register_forward_hook(finish_call, with_kwargs=True))
     rotary = decoder.rotary_emb
     if "dynamic" in rotary.rope_type or rotary.rope_type == "longrope":
         # Frequencies follow the largest position, which one rank alone holds: show it to all, then cut it.
@@ -84,6 +87,10 @@ def _prepare_call(
     tokens = call.get("inputs_embeds") if call.get("input_ids") is None else call["input_ids"]
     if tokens is None:
         return args, kwargs  # the model asks for them itself
+    cache = call.get("past_key_values") if call.get("cache") is None else call["cache"]
+    if isinstance(cache, GenerationCache):
+        call, horizon.last = cache.begin(call, tokens, cp)
+        return (), call
     layout: SequenceLayout | None = call.get("layout")
     if layout is None:
         layout = SequenceLayout.zigzag(tokens.shape[1] * cp.size, cp.size)
@@ -104,7 +111,10 @@ def _faults(call: Arguments, layout: SequenceLayout, cp: ContextParallel, tokens
             "pass layout=SequenceLayout.packed(cu_seqlens, cp_size)"
         )
     if call.get("use_cache") or call.get("cache") is not None or call.get("past_key_values") is not None:
-        yield "KV caches (use_cache=True, generate) are not supported; call undo() on the handle to generate"
+        yield (
+            "of KV caches (use_cache=True, generate) only those of generation_cache(model, cp=cp) are supported; pass "
+            "one as past_key_values"
+        )
     packed = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
     if given := [name for name in packed if call.get(name) is not None]:
         yield f"{', '.join(given)} not supported; pass layout=SequenceLayout.packed(cu_seqlens, cp_size)"

@@ -28,7 +28,7 @@ def forward(
     """Shapes as in `latent_attention`; `save="gathered"` keeps the gathered latent."""
     dims, groups = plan.dims, plan.own_head_groups()
     own_weight = weight[weight_rows(plan.heads, dims)]
-    finish_latent = gather_keys(join_latent(c_kv, k_rope, plan.routing), plan.routing.key_route, cp, "latent", "forward")
+    finish_latent = gather_keys(join_latent(c_kv, k_rope, plan.routing), plan.routing.keys.routes, cp, "latent", "forward")
     arriving = send_queries(q, groups, plan, cp)
     latent, returning = finish_latent(), OutputReturn(q, plan, cp)
     k, v = _shared_kv(latent, dims)
@@ -57,7 +57,7 @@ def backward(
     c_kv, out, k_rope, weight, latent, *by_group = kept
     queries, lses, latent_outs = (by_group[i * len(groups) : (i + 1) * len(groups)] for i in range(3))
     if latent is None:
-        finish_latent = gather_keys(join_latent(c_kv, k_rope, plan.routing), plan.routing.key_route, cp, "latent", "backward")
+        finish_latent = gather_keys(join_latent(c_kv, k_rope, plan.routing), plan.routing.keys.routes, cp, "latent", "backward")
     arriving = send_output_grads(dout, dlse, out, groups, plan, cp)
     if latent is None:
         latent = finish_latent()
@@ -89,9 +89,9 @@ def backward(
 
     d_c_kv, d_k_rope = None, None
     if needs.latent:
-        contributions = return_key_grads(d_latent, plan.routing.key_route, cp, c_kv.dtype, "latent_grad", "backward")()
+        contributions = return_key_grads(d_latent, plan.routing.keys.routes, cp, c_kv.dtype, "latent_grad", "backward")()
         d_own = d_latent.new_zeros(plan.routing.real_len, *d_latent.shape[1:])
-        d_own = sum_contributions(contributions, plan.routing.key_route, d_own)
+        d_own = sum_contributions(contributions, plan.routing.keys.routes[0], d_own)
         d_c_kv, d_k_rope = split_latent_grad(d_own, plan, c_kv.dtype)
     d_query = returning.finish() if returning else None
     return Grads(d_query, d_c_kv, d_k_rope, d_weight if needs.weight else None)

@@ -60,7 +60,7 @@ def backward(
     if needs.latent or needs.weight:
         dkv = torch.cat([dk, dv], dim=-1).transpose(0, 1)  # [keys, B, h, Dqk + Dv]
         del dk, dv
-        contributions = return_key_grads(dkv, plan.routing.key_route, cp, c_kv.dtype, "key_value_grad", "backward")
+        contributions = return_key_grads(dkv, plan.routing.keys.routes, cp, c_kv.dtype, "key_value_grad", "backward")
         del dkv
         d_c_kv, d_k_rope, d_weight = _fold(_sum_by_heads(contributions(), plan), c_kv, k_rope, weight, plan)
     return Grads(
@@ -77,7 +77,7 @@ def _exchange_kv(
     """K and V of all heads of the rank's own tokens out, those of its own heads for all visible tokens in."""
     local = expand_kv(join_latent(c_kv, k_rope, plan.routing), weight, plan.dims)  # [n, B, H, Dqk + Dv]
     pieces = local if plan.ulysses_degree == 1 else [local[:, :, plan.heads_of(p)] for p in range(cp.size)]
-    return gather_keys(pieces, plan.routing.key_route, cp, "key_value", phase)()
+    return gather_keys(pieces, plan.routing.keys.routes, cp, "key_value", phase)()
 
 
 def _sum_by_heads(contributions: list[Tensor], plan: AttentionPlan) -> Tensor:
@@ -90,7 +90,7 @@ def _sum_by_heads(contributions: list[Tensor], plan: AttentionPlan) -> Tensor:
         dtype=first.dtype if one_group else acc_dtype(first.dtype),
     )  # fmt: skip
     for peer, part in enumerate(contributions):
-        add_rows(total[:, :, plan.heads_of(peer)], plan.routing.key_route.send[peer], part)
+        add_rows(total[:, :, plan.heads_of(peer)], plan.routing.keys.routes[0].send[peer], part)
     return total.to(first.dtype)
 
 

@@ -125,19 +125,17 @@ def backward(
                 dk.transpose(0, 1), dv.transpose(0, 1), latent, own_weight[rows], dims, d_latents[segment]
             )
         del dq, dk, dv
-        route = segments[segment].route
+        routes = segments[segment].routes
         finished = all(later.segment != segment for later in order[place + 1 :])
-        if needs.latent and route is not None and finished:
-            finish_d_latent = return_key_grads(d_latents[segment], route, cp, c_kv.dtype, "latent_grad", "backward")
+        if needs.latent and routes and finished:
+            finish_d_latent = return_key_grads(d_latents[segment], routes, cp, c_kv.dtype, "latent_grad", "backward")
 
     d_c_kv, d_k_rope = None, None
     if finish_d_latent is not None:
-        route = segments[-1].route
-        assert route is not None
         d_own = d_latents[0] if len(segments) > 1 else c_kv.new_zeros(
             plan.routing.real_len, c_kv.shape[0], dims.latent_dim, dtype=acc
         )
-        d_own = sum_contributions(finish_d_latent(), route, d_own)
+        d_own = sum_contributions(finish_d_latent(), segments[-1].routes[0], d_own)
         d_c_kv, d_k_rope = split_latent_grad(d_own, plan, c_kv.dtype)
     d_query = returning.finish() if returning else None
     return Grads(d_query, d_c_kv, d_k_rope, d_weight.to(weight.dtype) if needs.weight else None)
@@ -168,14 +166,14 @@ def _start_latents(
     """Each segment's latent, `[keys, B, r + dr]`, by a closure that waits the first time."""
     rows = join_latent(c_kv, k_rope, plan.routing)
 
-    def start(route: TokenRoute | None) -> Callable[[], Tensor]:
-        if route is None:
+    def start(routes: tuple[TokenRoute, ...]) -> Callable[[], Tensor]:
+        if not routes:
             return lambda: rows
         if gathered is not None:
             return lambda: gathered
-        return cache(gather_keys(rows, route, cp, "latent", phase))
+        return cache(gather_keys(rows, routes, cp, "latent", phase))
 
-    return [start(segment.route) for segment in plan.routing.segments]
+    return [start(segment.routes) for segment in plan.routing.segments]
 
 
 def _rebuild(latent: Tensor, own_weight: Tensor, group: slice, plan: AttentionPlan) -> Tensor:

@@ -10,9 +10,9 @@ from torch import Tensor
 
 __all__ = ["is_causal", "window_of"]
 
-_CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal, AttnMaskType.causal_bottom_right)
-_FULL = (AttnMaskType.no_mask, AttnMaskType.padding)
-_READ_A_MASK = (AttnMaskType.padding, AttnMaskType.padding_causal)
+_CAUSAL = ("causal", "padding_causal", "causal_bottom_right")
+_FULL = ("no_mask", "padding")
+_READ_A_MASK = ("padding", "padding_causal")
 
 
 def is_causal(mask_type: AttnMaskType, mask: Tensor | None) -> bool:
@@ -23,12 +23,13 @@ def is_causal(mask_type: AttnMaskType, mask: Tensor | None) -> bool:
     Raises:
         ValueError: a type that needs its mask tensor read, and has one.
     """
-    if mask_type not in (*_CAUSAL, *_FULL) or (mask is not None and mask_type in _READ_A_MASK):
+    name = mask_type.name
+    if name not in (*_CAUSAL, *_FULL) or (mask is not None and name in _READ_A_MASK):
         raise ValueError(
-            f"attn_mask_type={mask_type.name} with a mask tensor cannot be computed here; describe documents and pads "
+            f"attn_mask_type={name} with a mask tensor cannot be computed here; describe documents and pads "
             "by packed_seq_params (THD), and use the mask type 'causal' or 'no_mask'"
         )
-    return mask_type in _CAUSAL
+    return name in _CAUSAL
 
 
 def window_of(config: Any, layer_number: int) -> int | None:

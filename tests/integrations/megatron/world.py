@@ -1,0 +1,59 @@
+"""Megatron's parallel groups on the workers of the pool: made once per layout and worker, then put back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.megatron_cpu import megatron_on_cpu
+
+__all__ = ["Parallel", "megatron_ranks"]
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """How the four workers are used; what is left over is data parallel."""
+
+    tp: int = 1
+    cp: int = 1
+    pp: int = 1
+    sequence_parallel: bool = False
+
+
+# Gloo keeps the threads of every group that was ever made, about 100 per layout, so no layout is made twice.
+_groups: dict[tuple[int, int, int], dict[str, Any]] = {}
+
+
+@contextmanager
+def megatron_ranks(parallel: Parallel) -> Iterator[None]:
+    """Megatron on the CPU with its global state set to a layout of all ranks of the world."""
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    before = _state(parallel_state)
+    key = (parallel.tp, parallel.cp, parallel.pp)
+    with megatron_on_cpu():
+        try:
+            if key not in _groups:
+                parallel_state.initialize_model_parallel(
+                    tensor_model_parallel_size=parallel.tp,
+                    context_parallel_size=parallel.cp,
+                    pipeline_model_parallel_size=parallel.pp,
+                )
+                _groups[key] = _state(parallel_state)
+            vars(parallel_state).update(_groups[key])
+            model_parallel_cuda_manual_seed(1)
+            torch.manual_seed(0)
+            yield
+        finally:
+            vars(parallel_state).update(before)
+            dist.barrier()
+
+
+def _state(module: Any) -> dict[str, Any]:
+    return {name: value for name, value in vars(module).items() if name.startswith("_") and name.isupper()}

@@ -1,0 +1,205 @@
+"""A parallelized model with a latent cache gives the logits and the tokens of the untouched model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+import laga_attn as laga
+from laga_attn.integrations.transformers import generation_cache, parallelize
+from tests.compare import assert_close
+from tests.integrations.generation import MODELS, Call, call_in_chunks, generate, parallel, tiny_model
+
+SIZES = (1, 2, 3, 4)
+EXACT = 1e-10  # fp64; the models' routers and norms work in fp32 inside
+
+
+def prompts(batch: int, length: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(3, 61, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def left_padded(lengths: tuple[int, ...], length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    tokens, mask = prompts(len(lengths), length), torch.ones(len(lengths), length, dtype=torch.int64)
+    for row, real in enumerate(lengths):
+        tokens[row, : length - real], mask[row, : length - real] = 0, 0
+    return tokens, mask
+
+
+def stock_logits(call: Call, tokens: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+    positions = None if mask is None else (mask.cumsum(1) - 1).clamp_min(0)
+    with torch.no_grad():
+        return tiny_model(call.model, call.dtype)(tokens, attention_mask=mask, position_ids=positions).logits
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("chunk", [1, 7, 64, 90])
+def test_logits_in_chunks_equal_one_forward_pass_under_yarn(ranks, size, chunk):
+    tokens = prompts(1, 90 if chunk > 7 else 20)
+    length = tokens.shape[1]
+    chunks = tuple(min(chunk, length - start) for start in range(0, length, chunk))
+    for kind in ("zigzag", "contiguous"):
+        call = Call(chunks=chunks, cache={"kind": kind, "rebuild_from": 6})
+        for logits in ranks(size).run(call_in_chunks, call, tokens, None):
+            assert_close(logits, stock_logits(call, tokens), rel=EXACT, name=f"{kind} P={size}")
+
+
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("model", MODELS)
+def test_batches_of_different_lengths(ranks, size, model):
+    """In the second chunk one row is prefilled further while the others get their first tokens or a few."""
+    tokens, mask = left_padded((40, 12, 15, 33), 40)
+    call = Call(model=model, chunks=(25, 14, 1), cache={"rebuild_from": 10})
+    expected = stock_logits(call, tokens, mask)
+    for logits in ranks(size).run(call_in_chunks, call, tokens, mask):
+        assert_close(logits[mask.bool()], expected[mask.bool()], rel=EXACT)
+        assert not logits.isnan().any()
+
+
+GENERATIONS = {
+    "greedy": {"do_sample": False},
+    "sampling": {"do_sample": True, "top_k": 20},
+    "beam": {"num_beams": 3},
+    "prompt lookup": {"prompt_lookup_num_tokens": 3},
+    "chunked prefill": {"prefill_chunk_size": 8},
+}
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("way", GENERATIONS)
+def test_generate_gives_the_tokens_of_the_untouched_model(ranks, size, way):
+    tokens = prompts(1 if way == "prompt lookup" else 2, 19)
+    if way == "prompt lookup":
+        tokens[0, 5:] = tokens[0, :14]  # something to look up
+    arguments = {"max_new_tokens": 12, **GENERATIONS[way]}
+    call = Call(arguments=arguments, cache={"rebuild_from": 8})
+    torch.manual_seed(11)
+    expected = tiny_model().generate(tokens, **arguments)
+    for out, _ in ranks(size).run(generate, call, tokens, None):
+        assert torch.equal(out, expected), f"{out} != {expected}"
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("way", ["greedy", "beam"])
+def test_generate_with_left_padding(ranks, size, way):
+    tokens, mask = left_padded((16, 5, 1), 16)
+    arguments = {"max_new_tokens": 8, **GENERATIONS[way]}
+    expected = tiny_model().generate(tokens, attention_mask=mask, **arguments)
+    for out, lengths in ranks(size).run(generate, Call(arguments=arguments), tokens, mask):
+        assert torch.equal(out, expected)
+        if way == "greedy":
+            assert lengths == [16 + 7, 5 + 7, 1 + 7]  # pads are not stored, and the last token was not fed back
+
+
+def test_generation_goes_on_from_a_cache(ranks):
+    tokens = prompts(2, 10)
+    model = tiny_model()
+    expected = model.generate(tokens, max_new_tokens=12)
+    parallelize(model, cp=laga.ContextParallel.none())
+    cache = generation_cache(model)
+    half = model.generate(tokens, max_new_tokens=6, past_key_values=cache)
+    assert torch.equal(model.generate(half, max_new_tokens=6, past_key_values=cache), expected)
+
+
+def test_lora_on_every_projection_is_part_of_the_absorbed_weights():
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(5)
+    targets = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
+    config = peft.LoraConfig(r=3, lora_alpha=8, target_modules=targets, init_lora_weights=False)
+    model = peft.get_peft_model(tiny_model(), config).double().eval()
+    tokens = prompts(1, 12)
+    expected = model(tokens).logits
+    parallelize(model, cp=laga.ContextParallel.none())
+
+    def logits() -> torch.Tensor:
+        cache = generation_cache(model)
+        with torch.no_grad():
+            return torch.cat([model(part, past_key_values=cache).logits for part in (tokens[:, :9], tokens[:, 9:])], 1)
+
+    assert_close(logits(), expected.detach(), rel=EXACT)
+    with torch.no_grad(), model.disable_adapter():
+        assert_close(logits(), tiny_model()(tokens).logits, rel=EXACT)
+
+
+def test_undo_gives_the_stock_cache_back():
+    model = tiny_model()
+    tokens = prompts(1, 9)
+    expected = model.generate(tokens, max_new_tokens=5)
+    parallelize(model, cp=laga.ContextParallel.none()).undo()
+    assert torch.equal(model.generate(tokens, max_new_tokens=5), expected)
+
+
+def test_only_the_wanted_hidden_states_are_sent(ranks):
+    call = Call(chunks=(64,), cache={"rebuild_from": 6})
+    tokens = prompts(2, 64)
+    for all_logits, one in ranks(2).run(hidden_traffic, call, tokens):
+        assert one <= 2 * 32 * 8  # at most the last token of either row
+        assert all_logits == 64 * 32 * 8  # half of the tokens of both rows
+
+
+def hidden_traffic(ctx, call, tokens):
+    sent = []
+    for keep in (0, 1):
+        model = tiny_model()
+        cp = parallel(ctx)
+        parallelize(model, cp=cp)
+        cache = generation_cache(model, cp=cp, **call.cache)
+        with torch.no_grad(), laga.traffic() as ledger:
+            logits = model(tokens, past_key_values=cache, logits_to_keep=keep).logits
+        assert logits.shape[1] == (keep or tokens.shape[1])
+        sent.append(ledger.sent("hidden"))
+    return tuple(sent)
+
+
+def wrong_call(ctx, which):
+    model = tiny_model()
+    cp = parallel(ctx)
+    parallelize(model, cp=cp)
+    cache = generation_cache(model, cp=cp, max_tokens=64 if which == "full" else None)
+    tokens = prompts(2, 9)
+    with torch.no_grad():
+        model(tokens, past_key_values=cache)
+    before = cache.latents.book
+    arguments = {"past_key_values": cache}
+    if which == "tokens differ":
+        tokens = tokens + ctx.rank
+    elif which == "stock cache":
+        arguments = {"use_cache": True}
+    elif which == "batch":
+        tokens = tokens[:1]
+    elif which == "positions":
+        arguments["position_ids"] = torch.arange(9)[None]
+    elif which == "hidden later":
+        arguments["attention_mask"] = torch.cat([torch.zeros(2, 9), torch.ones(2, 9)], 1)
+    elif which == "full":
+        tokens = prompts(2, 500)
+    elif which == "hidden states":
+        arguments["output_hidden_states"] = True
+    try:
+        with torch.no_grad():
+            model(tokens, **arguments)
+    finally:
+        assert cache.latents.book is before
+
+
+@pytest.mark.parametrize(
+    ("which", "message"),
+    [
+        ("tokens differ", "ranks disagree: tokens"),
+        ("stock cache", "generation_cache"),
+        ("batch", "batch of 2 sequences, but the model got 1"),
+        ("positions", "position_ids"),
+        ("hidden later", "cannot be hidden afterwards"),
+        ("full", "the cache is full"),
+        ("hidden states", "output_hidden_states"),
+    ],
+)
+def test_wrong_calls_are_refused_on_all_ranks_and_change_nothing(ranks, which, message):
+    ranks(2).run_raises(wrong_call, which, match=message)
+
+
+def test_a_model_that_was_not_parallelized_says_so():
+    model = tiny_model()
+    with pytest.raises(ValueError, match="parallelize"):
+        model(prompts(1, 4), past_key_values=generation_cache(model))
