@@ -8,9 +8,7 @@ from torch import Tensor
 __all__ = ["assert_bitwise", "assert_close", "relative_error"]
 
 
-def relative_error(
-    actual: Tensor, expected: Tensor, *, name: str = "", same_infinities: bool = False
-) -> float:
+def relative_error(actual: Tensor, expected: Tensor, *, name: str = "", same_infinities: bool = False) -> float:
     """``max|actual - expected| / max|expected|`` in float64; dtypes may differ (bf16 result, fp64 oracle).
 
     With ``same_infinities`` (for log-sum-exp of rows that see nothing) infinite elements must be the same
@@ -50,9 +48,7 @@ def assert_close(
     assert error <= rel, f"{prefix}relative error {error:.3e} > {rel:.3e} for shape {tuple(actual.shape)}"
 
 
-def assert_bitwise(
-    actual: Tensor, expected: Tensor, *, name: str = "", allow_nonfinite: bool = False
-) -> None:
+def assert_bitwise(actual: Tensor, expected: Tensor, *, name: str = "", allow_nonfinite: bool = False) -> None:
     """Fail unless shapes, dtypes and all bits are equal (0 and -0 differ) and all values finite."""
     prefix = f"{name}: " if name else ""
     assert actual.dtype == expected.dtype, f"{prefix}dtype {actual.dtype} != {expected.dtype}"
@@ -64,9 +60,7 @@ def assert_bitwise(
     width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
     different = a.view(width) != e.view(width)
     first = _first(different) if different.any() else ()
-    assert not different.any(), (
-        f"{prefix}{int(different.sum())} of {a.numel()} elements differ, first at {first}"
-    )
+    assert not different.any(), f"{prefix}{int(different.sum())} of {a.numel()} elements differ, first at {first}"
 
 
 def _first(mask: Tensor) -> tuple[int, ...]:

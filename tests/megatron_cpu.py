@@ -8,19 +8,29 @@ None of this is about attention, and none of it is in the library. Everything is
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 from unittest import mock
-
-os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")  # Megatron compiles small fusions at import, minutes on a CPU
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 __all__ = ["megatron_on_cpu"]
+
+
+def _uncompiled(function: Callable[..., Any] | None = None, **_: Any) -> Any:
+    return function if function is not None else _uncompiled
+
+
+# Megatron compiles its small fusions when it is imported; on a CPU that costs more than it ever gives back.
+with mock.patch.object(torch, "compile", _uncompiled):
+    import megatron.core.models.gpt.gpt_layer_specs
+    import megatron.core.models.gpt.gpt_model
+    from megatron.core.tensor_parallel import random
+    from megatron.core.transformer import multi_latent_attention, torch_norm
+    from megatron.core.transformer.moe import moe_utils
 
 
 class _CudaMeansCpu(TorchFunctionMode):
@@ -47,9 +57,6 @@ def _on_cpu(value: Any) -> Any:
 @contextmanager
 def megatron_on_cpu() -> Iterator[None]:
     """Run Megatron-Core on the CPU inside the block, with gloo."""
-    from megatron.core.tensor_parallel import random
-    from megatron.core.transformer import multi_latent_attention, torch_norm
-
     cuda = {
         "current_device": lambda: torch.device("cpu"),
         "get_rng_state": lambda *_: torch.get_rng_state(),
@@ -70,6 +77,7 @@ def megatron_on_cpu() -> Iterator[None]:
         stack.enter_context(mock.patch.object(random, "_set_cuda_rng_state", lambda s, *_, **__: torch.set_rng_state(s)))
         # Some releases find Transformer Engine by what they import from their own wrappers, which is always there.
         stack.enter_context(mock.patch.object(multi_latent_attention, "HAVE_TE", False))
+        stack.enter_context(mock.patch.object(moe_utils, "te_general_gemm", None, create=True))
         stack.enter_context(mock.patch.object(torch_norm.WrappedTorchNorm, "__new__", _norm))
         stack.enter_context(_CudaMeansCpu())
         yield

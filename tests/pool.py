@@ -106,12 +106,8 @@ class RankGroup:
         With ``same`` the text must be the same on all ranks. Returns the texts in rank order.
         """
         outcomes = self.pool.outcomes(self.size, fn, args, timeout)
-        report = "\n".join(
-            f"--- rank {r}: {o.text or f'returned {o.value!r}'}" for r, o in enumerate(outcomes)
-        )
-        assert all(type(o.error) is error for o in outcomes), (
-            f"expected {error.__name__} on all ranks\n{report}"
-        )
+        report = "\n".join(f"--- rank {r}: {o.text or f'returned {o.value!r}'}" for r, o in enumerate(outcomes))
+        assert all(type(o.error) is error for o in outcomes), f"expected {error.__name__} on all ranks\n{report}"
         texts = [str(o.error) for o in outcomes]
         for text in texts:
             assert re.search(match, text), f"{match!r} not found in an error\n{report}"
@@ -164,16 +160,16 @@ class RankPool:
             ready = connection.wait(list(waiting), max(0.0, deadline - time.monotonic()))
             if not ready:
                 for rank in waiting.values():
-                    error = RankHung(f"rank {rank} of {size} did not finish; its pool was stopped")
-                    outcomes[rank] = _Outcome(error=error, text=f"hung here:\n{self._stack(rank)}")
+                    hung = RankHung(f"rank {rank} of {size} did not finish; its pool was stopped")
+                    outcomes[rank] = _Outcome(error=hung, text=f"hung here:\n{self._stack(rank)}")
             for pipe in ready:
                 assert isinstance(pipe, connection.Connection)
                 rank = waiting[pipe]
                 try:
                     outcomes[rank] = pickle.loads(pipe.recv_bytes())
                 except EOFError:
-                    error = ChildProcessError(f"rank {rank} of {size} died")
-                    outcomes[rank] = _Outcome(error=error, text=f"died: {self._workers[rank][0]}")
+                    died = ChildProcessError(f"rank {rank} of {size} died")
+                    outcomes[rank] = _Outcome(error=died, text=f"died: {self._workers[rank][0]}")
                 if outcomes[rank].error is not None:
                     deadline = min(deadline, time.monotonic() + _GRACE)
         return [outcomes[rank] for rank in range(size)]
@@ -223,9 +219,7 @@ def _serve(rank: int, pipe: connection.Connection, folder: str) -> None:
         torch.set_num_threads(1)
         if sys.platform == "linux":
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # not whatever the host name resolves to
-        dist.init_process_group(
-            "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=WORLD
-        )
+        dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=WORLD)
         groups = {size: dist.new_group(list(range(size))) for size in range(1, WORLD + 1)}
         while True:
             try:

@@ -47,9 +47,7 @@ def test_equal_calls_go_on(ranks, size, check):
     ],
 )
 @pytest.mark.parametrize("odd_one", [0, 2])
-def test_a_rank_that_differs_in_anything_is_named_by_the_same_error_on_all(
-    ranks, name, value, others, this, odd_one
-):
+def test_a_rank_that_differs_in_anything_is_named_by_the_same_error_on_all(ranks, name, value, others, this, odd_one):
     (text, *_) = ranks(3).run_raises(agrees, {odd_one: {name: value}})
     expected = {
         0: f"rank 0 has {this}; rank 1, 2 have {others}",

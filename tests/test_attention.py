@@ -9,6 +9,9 @@ import torch
 
 import laga_attn as laga
 from laga_attn.layout import SequenceLayout
+from tests.compare import assert_bitwise
+from tests.oracle import Case, make_inputs
+from tests.ranks_attention import Run, attend, layout_of, parallel
 
 HEADS, NOPE, ROPE, V, RANK, TOKENS = 4, 6, 4, 5, 8, 16
 
@@ -143,3 +146,54 @@ def test_environment_variables_do_not_change_the_numbers(monkeypatch):
     for name in ("NVTE_FP8_DPA_BWD", "NVTE_BATCH_MHA_P2P_COMM", "LAGA_SCHEME", "LAGA_KERNEL", "FLASH_ATTENTION"):
         monkeypatch.setenv(name, "1")
     assert torch.equal(run(), plain)
+
+
+def _prefetched(ctx, case, run, changes):
+    layout = layout_of(case, run, ctx.size)
+    inputs, cp = make_inputs(case), parallel(ctx, run)
+    q, c_kv, k_rope, dout = (layout.shard(t, ctx.rank) for t in (inputs.q, inputs.c_kv, inputs.k_rope, inputs.dout))
+    leaves = [t.requires_grad_() for t in (q, c_kv, k_rope, inputs.weight.clone())]
+    options = {"layout": layout, "cp": cp, "scheme": run.scheme}
+    with laga.traffic() as t:
+        gather = laga.prefetch_latent(c_kv, k_rope, **(options | changes.get("prefetch", {})))
+        out = laga.latent_attention(
+            q, c_kv.clone() if "clone" in changes else c_kv, k_rope, leaves[3], qk_nope_head_dim=case.nope,
+            v_head_dim=case.v, prefetched=gather, **(options | changes.get("call", {})),
+        )  # fmt: skip
+    out.backward(dout)
+    return [out.detach(), *(leaf.grad for leaf in leaves)], t.sent()
+
+
+def _not_prefetched(ctx, case, run):
+    with laga.traffic() as t:
+        result = attend(ctx, case, run)
+    return [result.out, result.dq, result.dc_kv, result.dk_rope, result.dweight], t.sent(phase="forward")
+
+
+@pytest.mark.parametrize("scheme", ["laga", "absorbed"])
+def test_a_prefetched_gather_changes_no_bit_and_no_byte(ranks, scheme):
+    case = Case(lengths=(21, 9))
+    for size, degree in ((1, 1), (2, 1), (2, 2), (4, 2)):
+        run = Run(scheme=scheme, ulysses_degree=degree, with_dlse=False)
+        plain = ranks(size).run(_not_prefetched, case, run)
+        for (ahead, sent), (expected, sent_plain) in zip(
+            ranks(size).run(_prefetched, case, run, {}), plain, strict=True
+        ):
+            for a, b in zip(ahead, expected, strict=True):
+                assert_bitwise(a, b)
+            lse_bytes = case.heads * case.tokens * 8  # the plain run also returns the LSE
+            assert sent <= sent_plain <= sent + lse_bytes
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"clone": True}, "prefetched was started with other tensors"),
+        ({"call": {"causal": False}}, "prefetched was started for another layout, scheme"),
+        ({"call": {"scheme": "explicit"}}, "prefetched was started for another layout, scheme"),
+        ({"prefetch": {"scheme": "explicit"}}, "scheme 'explicit' has no latent to gather ahead"),
+        ({"prefetch": {"layout": SequenceLayout.zigzag(30, 5)}}, "layout is for 5 ranks, but .* has 2"),
+    ],
+)
+def test_a_prefetched_gather_is_refused_where_it_does_not_belong(ranks, changes, message):
+    ranks(2).run_raises(_prefetched, Case(lengths=(30,)), Run(ulysses_degree=1), changes, match=message)

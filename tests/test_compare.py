@@ -42,6 +42,14 @@ def test_nan_and_inf_fail_on_either_side_and_on_both(compare, bad):
             compare(actual, expected)
 
 
+@pytest.mark.parametrize("bad", [NAN, INF])
+def test_the_error_of_what_is_not_finite_is_no_number(bad):
+    with pytest.raises(AssertionError, match=r"actual has 1 NaN or Inf, first at \(1,\)"):
+        relative_error(_t(1.0, bad), _t(1.0, 2.0))
+    with pytest.raises(AssertionError, match="expected has 1 NaN or Inf"):
+        relative_error(_t(1.0, 2.0), _t(1.0, bad))
+
+
 @pytest.mark.parametrize("compare", [lambda a, e: assert_close(a, e, rel=1e9), assert_bitwise])
 def test_other_shapes_and_dtypes_fail_even_where_they_broadcast_or_promote(compare):
     with pytest.raises(AssertionError, match="shape"):

@@ -123,9 +123,7 @@ def test_an_unknown_check_and_a_rank_outside_are_refused(ranks):
 
 @pytest.mark.parametrize("group", [None, "cp", 1])
 def test_what_is_no_group_is_refused_and_told_what_to_pass(group):
-    with pytest.raises(
-        ValueError, match=r"ProcessGroup or a 1-D DeviceMesh, not .*ContextParallel\.none\(\)"
-    ):
+    with pytest.raises(ValueError, match=r"ProcessGroup or a 1-D DeviceMesh, not .*ContextParallel\.none\(\)"):
         ContextParallel(group)
 
 
@@ -133,9 +131,7 @@ def test_one_process_needs_no_group():
     cp = ContextParallel.none()
     assert (cp.group, cp.rank, cp.size, cp.ulysses_degree, cp.backend) == (None, 0, 1, None, "none")
     assert cp.with_ulysses(1).ulysses_degree == 1
-    with pytest.raises(
-        ValueError, match=r"ulysses_degree=2 does not divide the 1 context-parallel ranks.*\[1\]"
-    ):
+    with pytest.raises(ValueError, match=r"ulysses_degree=2 does not divide the 1 context-parallel ranks.*\[1\]"):
         cp.with_ulysses(2)
 
 

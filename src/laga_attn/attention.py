@@ -13,7 +13,7 @@ from laga_attn.checks import Call, check_call
 from laga_attn.grid import ContextParallel
 from laga_attn.kernels import KernelName
 from laga_attn.layout import SequenceLayout
-from laga_attn.routing import route_tokens
+from laga_attn.prefetch import LatentGather
 from laga_attn.schemes.function import LatentAttentionFunction
 
 __all__ = ["latent_attention"]
@@ -27,14 +27,14 @@ def latent_attention(
     q: Tensor, c_kv: Tensor, k_rope: Tensor, kv_b_weight: Tensor, *, layout: SequenceLayout, cp: ContextParallel = ...,
     scheme: str = ..., qk_nope_head_dim: int, v_head_dim: int, softmax_scale: float | None = ..., causal: bool = ...,
     window: int | None = ..., save: str = ..., kernel: KernelName = ..., head_group: int | None = ...,
-    return_lse: Literal[False] = ...,
+    return_lse: Literal[False] = ..., prefetched: LatentGather | None = ...,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def latent_attention(
     q: Tensor, c_kv: Tensor, k_rope: Tensor, kv_b_weight: Tensor, *, layout: SequenceLayout, cp: ContextParallel = ...,
     scheme: str = ..., qk_nope_head_dim: int, v_head_dim: int, softmax_scale: float | None = ..., causal: bool = ...,
     window: int | None = ..., save: str = ..., kernel: KernelName = ..., head_group: int | None = ...,
-    return_lse: Literal[True],
+    return_lse: Literal[True], prefetched: LatentGather | None = ...,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 def latent_attention(
     q: Tensor,
@@ -54,6 +54,7 @@ def latent_attention(
     kernel: KernelName = "auto",
     head_group: int | None = None,
     return_lse: bool = False,
+    prefetched: LatentGather | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Multi-head Latent Attention over a sequence that is split over the ranks of `cp`.
 
@@ -83,6 +84,7 @@ def latent_attention(
         head_group: heads whose K and V are rebuilt at a time; None: an eighth of the rank's heads, fewer where that
             would take more than 256 MiB.
         return_lse: also return the log-sum-exp of the scaled scores.
+        prefetched: the gather of these latents, started earlier by `prefetch_latent`.
 
     Returns:
         `out [B, s, H, v]` in the dtype of `q`; with `return_lse` also `lse [B, H, s]` in fp32 (fp64 for fp64),
@@ -97,6 +99,7 @@ def latent_attention(
         q=q, c_kv=c_kv, k_rope=k_rope, weight=kv_b_weight, layout=layout, cp=cp, scheme=scheme,
         qk_nope_head_dim=qk_nope_head_dim, v_head_dim=v_head_dim, softmax_scale=softmax_scale, causal=causal,
         window=window, save=save, kernel=kernel, head_group=head_group, return_lse=return_lse,
+        prefetched=prefetched,
     )  # fmt: skip
     out, lse = _run(call)
     return (out, lse) if return_lse else out
@@ -106,7 +109,8 @@ def latent_attention(
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _run(call: Call) -> tuple[Tensor, Tensor]:
     agree(call.cp, call.signature(), check_call(call))
-    result = LatentAttentionFunction.apply(*call.tensors().values(), _plan(call), call.cp)
+    started = call.prefetched.segments if call.prefetched else None
+    result = LatentAttentionFunction.apply(*call.tensors().values(), _plan(call), call.cp, started)
     return cast(tuple[Tensor, Tensor], result)
 
 
@@ -120,9 +124,7 @@ def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
 def _plan(call: Call) -> AttentionPlan:
     dims, cp = call.dims(), call.cp
     scheme, degree = call.resolve()
-    own_keys_apart = scheme == "laga" and degree == 1 and cp.size > 1 and call.window is None
-    two_level = scheme != "explicit" and cp.two_level
-    routing = route_tokens(call.layout, cp.rank, degree, call.causal, call.window, own_keys_apart, two_level)
+    routing = call.routing()
     keys = max(segment.num_keys for segment in routing.segments) * call.q.shape[0]
     return AttentionPlan(
         scheme=scheme,

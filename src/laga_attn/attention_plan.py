@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from laga_attn.grid import ContextParallel
 from laga_attn.kernels import Kernel
-from laga_attn.routing import Routing, heads_of
+from laga_attn.layout import SequenceLayout
+from laga_attn.routing import Routing, heads_of, route_tokens
 
-__all__ = ["SAVE_POLICIES", "SCHEMES", "AttentionPlan", "LatentDims", "Save", "Scheme"]
+__all__ = ["SAVE_POLICIES", "SCHEMES", "AttentionPlan", "LatentDims", "Save", "Scheme", "routing_of"]
 
 Scheme = Literal["explicit", "absorbed", "laga"]
 Save = Literal["latent", "gathered", "kv"]
@@ -88,3 +90,12 @@ class AttentionPlan:
 
     def _groups(self, heads: int) -> list[slice]:
         return [slice(first, min(first + self.head_group, heads)) for first in range(0, heads, self.head_group)]
+
+
+def routing_of(
+    scheme: Scheme, ulysses_degree: int, layout: SequenceLayout, cp: ContextParallel, causal: bool, window: int | None
+) -> Routing:
+    """The movement that a scheme needs. The same arguments give the same object."""
+    own_keys_apart = scheme == "laga" and ulysses_degree == 1 and cp.size > 1 and window is None
+    two_level = scheme != "explicit" and cp.two_level
+    return route_tokens(layout, cp.rank, ulysses_degree, causal, window, own_keys_apart, two_level)

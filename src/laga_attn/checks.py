@@ -9,11 +9,13 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from laga_attn.attention_plan import SAVE_POLICIES, SCHEMES, LatentDims, Scheme
+from laga_attn.attention_plan import SAVE_POLICIES, SCHEMES, LatentDims, Scheme, routing_of
 from laga_attn.auto import choose, legal_degrees
 from laga_attn.grid import ContextParallel
 from laga_attn.kernels import Kernel, KernelName, select
 from laga_attn.layout import SequenceLayout
+from laga_attn.prefetch import LatentGather
+from laga_attn.routing import Routing
 
 __all__ = ["Call", "check_call"]
 
@@ -40,6 +42,7 @@ class Call:
     kernel: KernelName
     head_group: int | None
     return_lse: bool
+    prefetched: LatentGather | None
 
     def tensors(self) -> dict[str, Tensor]:
         return {"q": self.q, "c_kv": self.c_kv, "k_rope": self.k_rope, "kv_b_weight": self.weight}
@@ -62,6 +65,11 @@ class Call:
         return choose(
             self.dims(), tokens, self.cp.size, causal=self.causal, itemsize=self.q.element_size(), ulysses_degree=degree
         )
+
+    def routing(self) -> Routing:
+        """What moves, and which spans are attended to."""
+        scheme, degree = self.resolve()
+        return routing_of(scheme, degree, self.layout, self.cp, self.causal, self.window)
 
     def select_kernel(self) -> Kernel:
         """The kernel for the head dims that the scheme attends in."""
@@ -95,6 +103,7 @@ class Call:
             "window": self.window,
             "save": self.save,
             "return_lse": self.return_lse,
+            "prefetched": self.prefetched is not None,
         }
 
     def _wanted_gradients(self) -> tuple[str, ...]:
@@ -210,6 +219,15 @@ def _check_kernel(call: Call) -> Iterator[str]:
         yield str(error)
 
 
+def _check_prefetched(call: Call) -> Iterator[str]:
+    if call.prefetched is None:
+        return
+    message = call.prefetched.misuse(call.c_kv, call.k_rope, call.routing())
+    if message is not None:
+        yield message
+
+
 _CHECKS = (
-    _check_ranks, _check_ranks_of_tensors, _check_shapes, _check_kinds, _check_options, _check_heads, _check_kernel
+    _check_ranks, _check_ranks_of_tensors, _check_shapes, _check_kinds, _check_options, _check_heads, _check_kernel,
+    _check_prefetched,
 )  # fmt: skip

@@ -226,7 +226,6 @@ def _valid_degree(ulysses_degree: int | None, size: int) -> int | None:
     valid = [d for d in range(1, size + 1) if size % d == 0]
     if isinstance(ulysses_degree, bool) or ulysses_degree not in valid:
         raise ValueError(
-            f"ulysses_degree={ulysses_degree} does not divide the {size} context-parallel ranks; "
-            f"choose one of {valid}"
+            f"ulysses_degree={ulysses_degree} does not divide the {size} context-parallel ranks; choose one of {valid}"
         )
     return ulysses_degree

@@ -11,6 +11,7 @@ from laga_attn.config import MLAConfig
 from laga_attn.grid import ContextParallel
 from laga_attn.kernels import KernelName
 from laga_attn.layout import SequenceLayout
+from laga_attn.prefetch import prefetch_latent
 from laga_attn.rope import Pairing, apply_rope, rope_cos_sin
 
 __all__ = ["MultiheadLatentAttention"]
@@ -110,6 +111,12 @@ class MultiheadLatentAttention(nn.Module):
         wide = torch.float64 if hidden_states.dtype == torch.float64 else torch.float32
         cos, sin = rope_cos_sin(self.cfg, positions.to(hidden_states.device), dtype=wide)  # [.., s, rope / 2]
         c_kv, k_rope = self.latent(hidden_states, cos, sin)
+        gather = None
+        if self.cp.size > 1 and self.scheme in ("laga", "absorbed") and not torch.is_autocast_enabled(c_kv.device.type):
+            # Latents travel while queries are projected. (Autocast would make other tensors of them on entry.)
+            gather = prefetch_latent(
+                c_kv, k_rope, layout=layout, cp=self.cp, scheme=self.scheme, causal=causal, window=window
+            )
         out = latent_attention(
             self.query(hidden_states, cos, sin),
             c_kv,
@@ -126,6 +133,7 @@ class MultiheadLatentAttention(nn.Module):
             save=self.save,
             kernel=self.kernel,
             head_group=self.head_group,
+            prefetched=gather,
         )  # [B, s, H, v]
         projected: Tensor = self.o_proj(out.flatten(2))
         return projected if pads is None else projected.masked_fill(pads, 0)

@@ -74,9 +74,7 @@ class Traffic:
         """Bytes that this rank sent to ranks outside its own Ulysses group: between nodes, where groups are nodes."""
         first = rank // ulysses_degree * ulysses_degree
         inside = range(first, first + ulysses_degree)
-        return sum(
-            size for r in self.select(kind, phase) for peer, size in enumerate(r.sent_to) if peer not in inside
-        )
+        return sum(size for r in self.select(kind, phase) for peer, size in enumerate(r.sent_to) if peer not in inside)
 
     def table(self) -> str:
         """Plain-text table of calls and MiB sent and received, one line per kind and phase, with a total."""

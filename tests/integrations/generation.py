@@ -15,7 +15,7 @@ from tests.pool import RankContext
 __all__ = ["MODELS", "Call", "call_in_chunks", "generate", "parallel", "tiny_model"]
 
 _YARN = {
-    "type": "yarn", "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 32,
+    "type": "yarn", "rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 16, "beta_fast": 32,
     "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0, "rope_theta": 10000.0,
 }  # fmt: skip
 _SIZES = {
@@ -37,7 +37,7 @@ def tiny_model(model_type: str = "deepseek_v3", dtype: torch.dtype = torch.float
 
     config = AutoConfig.for_model(model_type, **{**_SIZES, **MODELS[model_type], **changes})
     torch.manual_seed(3)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").to(dtype).eval()
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", experts_implementation="eager").to(dtype).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:
@@ -71,7 +71,7 @@ def call_in_chunks(ctx: RankContext, call: Call, tokens: Tensor, mask: Tensor | 
         stop = start + chunk
         seen = None if mask is None else mask[:, :stop]
         with torch.no_grad():
-            logits.append(model(tokens[:, start:stop], attention_mask=seen, past_key_values=cache).logits)
+            logits.append(model(tokens[:, start:stop], attention_mask=seen, cache=cache).logits)
         start = stop
     assert start == tokens.shape[1] == cache.get_seq_length()
     return torch.cat(logits, dim=1)

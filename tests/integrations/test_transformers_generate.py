@@ -13,7 +13,7 @@ from tests.compare import assert_close
 from tests.integrations.generation import MODELS, Call, call_in_chunks, generate, parallel, tiny_model
 
 SIZES = (1, 2, 3, 4)
-EXACT = 1e-10  # fp64; the models' routers and norms work in fp32 inside
+EXACT = 2e-6  # weights are fp64, but the models' norms, rotations and routers work in fp32
 
 
 def prompts(batch: int, length: int, seed: int = 0) -> torch.Tensor:
@@ -71,7 +71,7 @@ GENERATIONS = {
 def test_generate_gives_the_tokens_of_the_untouched_model(ranks, size, way):
     tokens = prompts(1 if way == "prompt lookup" else 2, 19)
     if way == "prompt lookup":
-        tokens[0, 5:] = tokens[0, :14]  # something to look up
+        tokens[0, 5:] = tokens[0, :14].clone()  # something to look up
     arguments = {"max_new_tokens": 12, **GENERATIONS[way]}
     call = Call(arguments=arguments, cache={"rebuild_from": 8})
     torch.manual_seed(11)
@@ -115,7 +115,7 @@ def test_lora_on_every_projection_is_part_of_the_absorbed_weights():
     def logits() -> torch.Tensor:
         cache = generation_cache(model)
         with torch.no_grad():
-            return torch.cat([model(part, past_key_values=cache).logits for part in (tokens[:, :9], tokens[:, 9:])], 1)
+            return torch.cat([model(part, cache=cache).logits for part in (tokens[:, :9], tokens[:, 9:])], 1)
 
     assert_close(logits(), expected.detach(), rel=EXACT)
     with torch.no_grad(), model.disable_adapter():
@@ -146,7 +146,7 @@ def hidden_traffic(ctx, call, tokens):
         parallelize(model, cp=cp)
         cache = generation_cache(model, cp=cp, **call.cache)
         with torch.no_grad(), laga.traffic() as ledger:
-            logits = model(tokens, past_key_values=cache, logits_to_keep=keep).logits
+            logits = model(tokens, cache=cache, logits_to_keep=keep).logits
         assert logits.shape[1] == (keep or tokens.shape[1])
         sent.append(ledger.sent("hidden"))
     return tuple(sent)
@@ -159,9 +159,9 @@ def wrong_call(ctx, which):
     cache = generation_cache(model, cp=cp, max_tokens=64 if which == "full" else None)
     tokens = prompts(2, 9)
     with torch.no_grad():
-        model(tokens, past_key_values=cache)
+        model(tokens, cache=cache)
     before = cache.latents.book
-    arguments = {"past_key_values": cache}
+    arguments = {"cache": cache}
     if which == "tokens differ":
         tokens = tokens + ctx.rank
     elif which == "stock cache":
@@ -202,4 +202,4 @@ def test_wrong_calls_are_refused_on_all_ranks_and_change_nothing(ranks, which, m
 def test_a_model_that_was_not_parallelized_says_so():
     model = tiny_model()
     with pytest.raises(ValueError, match="parallelize"):
-        model(prompts(1, 4), past_key_values=generation_cache(model))
+        model(prompts(1, 4), cache=generation_cache(model))

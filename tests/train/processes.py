@@ -9,14 +9,23 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 
 from laga_attn.train.metrics import read_metrics
 from laga_attn.train.options import TrainOptions
 
-__all__ = ["Started", "children_of", "command_line", "ranks_by_hand", "start", "torchrun", "wait_for_step"]
+__all__ = [
+    "Started",
+    "children_of",
+    "command_line",
+    "launcher",
+    "outcome",
+    "ranks_by_hand",
+    "torchrun",
+    "wait_for_step",
+]
 
 Started = subprocess.Popen[str]
 
@@ -37,31 +46,39 @@ def command_line(options: TrainOptions) -> list[str]:
     return words
 
 
-def start(words: Sequence[str], **environment: str) -> Started:
-    """`laga-attn train` with these arguments; stdout and stderr can be read from it."""
-    return _popen([*_CLI, *words], environment)
+@contextmanager
+def launcher(words: Sequence[str]) -> Iterator[Started]:
+    """`laga-attn train` with these arguments."""
+    with _running([*_CLI, *words]) as process:
+        yield process
 
 
-def torchrun(words: Sequence[str], nproc: int, max_restarts: int = 0) -> Started:
+@contextmanager
+def torchrun(words: Sequence[str], nproc: int, max_restarts: int) -> Iterator[Started]:
     """The same under torchrun."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(nproc), "--standalone"]
-    return _popen([*launcher, "--max-restarts", str(max_restarts), "-m", *_CLI[2:], *words], {})
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(nproc)]
+    with _running([*command, "--max-restarts", str(max_restarts), "-m", *_CLI[2:], *words]) as process:
+        yield process
 
 
 @contextmanager
 def ranks_by_hand(words: Sequence[str], size: int) -> Iterator[list[Started]]:
-    """One process per rank that no launcher watches over; those still alive at the end are killed."""
+    """One process per rank, with no launcher to watch over them."""
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         port = str(probe.getsockname()[1])
     common = {"WORLD_SIZE": str(size), "MASTER_ADDR": "localhost", "MASTER_PORT": port}
-    processes = [start(words, RANK=str(rank), LOCAL_RANK=str(rank), **common) for rank in range(size)]
-    try:
-        yield processes
-    finally:
-        for process in processes:
-            process.kill()
-            process.communicate()
+    with ExitStack() as stack:
+        yield [
+            stack.enter_context(_running([*_CLI, *words], RANK=str(rank), LOCAL_RANK=str(rank), **common))
+            for rank in range(size)
+        ]
+
+
+def outcome(process: Started, timeout: float = 120.0) -> tuple[int, str, str]:
+    """Wait for the end: exit status, stdout, stderr."""
+    stdout, stderr = process.communicate(timeout=timeout)
+    return process.returncode, stdout, stderr
 
 
 def wait_for_step(out: Path, step: int, process: Started, timeout: float = 90.0) -> None:
@@ -80,15 +97,21 @@ def children_of(pid: int) -> list[int]:
     return [int(child) for child in children if "resource_tracker" not in Path(f"/proc/{child}/cmdline").read_text()]
 
 
-def _popen(words: Sequence[str], environment: dict[str, str]) -> Started:
+@contextmanager
+def _running(words: Sequence[str], **environment: str) -> Iterator[Started]:
+    """A process in a process group of its own, all of which is killed at the end of the block."""
     inherited = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    return subprocess.Popen(
+    process = subprocess.Popen(
         words,
         env={**inherited, "OMP_NUM_THREADS": "1", "COLUMNS": "200", **environment},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        # A test's Ctrl-C goes to the process that it names, not to pytest's whole process group.
         start_new_session=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler) and None,
     )
+    try:
+        yield process
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()

@@ -50,9 +50,7 @@ def part_of(func: Any) -> Part:
 
 
 def moved_bytes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:
-    """Bytes that an operator reads and writes if each argument and result passes through memory once; views move none."""
-    if func.is_view:
-        return 0
+    """Bytes that an operator (not a view) reads and writes if each argument and result passes through memory once."""
     written = 0 if _base_name(func) in _ALLOCATE_ONLY else sum(tensor.nbytes for tensor in tensors_in((result,)))
     return written + sum(tensor.nbytes for tensor in tensors_in((*args, *kwargs.values())))
 

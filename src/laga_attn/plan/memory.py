@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Container
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
@@ -17,146 +17,126 @@ from torch import Tensor
 
 __all__ = ["Block", "Category", "MemoryLog", "Peak"]
 
-Category = Literal[
-    "parameter", "input", "gradient", "saved", "output", "forward temporary", "backward temporary"
-]
+Category = Literal["parameter", "input", "gradient", "saved", "output", "forward temporary", "backward temporary"]
 _TOP: Final = 8
 
 
 @dataclass(slots=True)
 class Block:
-    """One storage: its bytes, the operator that made it, and the events at which it came and went."""
+    """One storage: its bytes, what made it, the first tensor on it, and the events at which it came and went."""
 
+    number: int
     nbytes: int
-    made_by: str
+    made_by: object
     shape: tuple[int, ...]
     dtype: torch.dtype
     born: int
-    category: Category | None = None  # what is known when it is made; the rest follows from its life
     died: int | None = None
+    category: Category | None = None  # what was said about it; otherwise its life tells
 
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """The moment of most bytes alive: the sum, its parts by category, and the largest blocks, in bytes."""
+    """The moment with most bytes alive: their sum, its parts by category, and the largest blocks with their bytes."""
 
     nbytes: int
     by_category: dict[Category, int]
-    top: tuple[tuple[Block, Category], ...]
+    top: tuple[tuple[Block, int], ...]
 
 
 @dataclass(slots=True, eq=False)
 class MemoryLog:
-    """Events in order: `+bytes` of a block that came, or minus that of one that went."""
+    """Blocks, and events in order: the number of a block and the change of its bytes."""
 
     blocks: list[Block] = field(default_factory=list)
-    events: list[tuple[int, int]] = field(default_factory=list)  # (block number, change in bytes)
-    backward_from: int | None = None
-    _live: dict[int, int] = field(default_factory=dict)  # id of a live storage object -> block number
+    events: list[tuple[int, int]] = field(default_factory=list)
+    backward_from: int | None = None  # the first event of the backward pass
+    _live: dict[int, Block] = field(default_factory=dict)  # by id of the storage object, one per storage while it lives
 
-    def watch(self, tensor: Tensor, made_by: str, category: Category | None = None) -> int:
-        """Log the storage of a tensor if it is new, and its release when that comes; gives its block number."""
+    def watch(self, tensor: Tensor, made_by: object) -> Block:
+        """The block of a tensor's storage; a new one is logged, and so is its release when that comes."""
         storage = tensor.untyped_storage()
-        key = id(storage)  # torch keeps one Python object per storage while either is alive
-        number = self._live.get(key)
-        if number is not None:
-            self._resize(number, storage.nbytes())
-            return number
-        number = self._add(storage.nbytes(), made_by, tensor, category)
-        self._live[key] = number
-        weakref.finalize(storage, self._release, key, number).atexit = False
-        return number
+        key = id(storage)
+        block = self._live.get(key)
+        if block is None:
+            block = self._live[key] = self._add(storage.nbytes(), made_by, tensor)
+            weakref.finalize(storage, self._release, key).atexit = False
+        else:
+            self._resize(block, storage.nbytes())
+        return block
 
-    def transfer(self, old: Tensor, new: Tensor, made_by: str) -> None:
-        """`new` stands for the storage of `old`, which holds nothing from here on."""
-        number = self._live.get(id(old.untyped_storage()))
-        if number is not None:
-            self._resize(number, 0)
-        self.watch(new, made_by)
+    def hand_over(self, old: Tensor, new: Tensor, made_by: object) -> None:
+        """`new` takes the place of `old`, whose storage counts nothing from here on."""
+        if new.untyped_storage() is not old.untyped_storage():
+            self._resize(self.watch(old, made_by), 0)
+            self.watch(new, made_by)
 
-    def scratch(self, nbytes: int, made_by: str, like: Tensor) -> None:
-        """Log bytes that an operator allocates and frees again by itself."""
-        self._free(self._add(nbytes, made_by, like, None))
+    def scratch(self, nbytes: int, made_by: object, like: Tensor) -> None:
+        """Log bytes that an operator takes and gives back by itself."""
+        block = self._add(nbytes, made_by, like)
+        self._free(block)
 
     def start_backward(self) -> None:
         """What lives now was kept by the forward pass; what comes from here on belongs to backward."""
         self.backward_from = len(self.events)
 
-    def label(self, tensors: Iterable[Tensor], category: Category) -> None:
-        """Give the live storages of these tensors a category after the fact."""
-        for tensor in tensors:
-            number = self._live.get(id(tensor.untyped_storage()))
-            if number is not None:
-                self.blocks[number].category = category
+    def category_of(self, block: Block) -> Category:
+        """What was said about a block, or else what its life says."""
+        if block.category is not None:
+            return block.category
+        start = self.backward_from
+        if start is not None and block.born >= start:
+            return "backward temporary"
+        return "forward temporary" if block.died is not None and (start is None or block.died < start) else "saved"
 
-    def timeline(self) -> Iterator[int]:
-        """Bytes alive after each event."""
-        live = 0
-        for _, change in self.events:
-            live += change
-            yield live
-
-    @property
-    def live_bytes(self) -> int:
-        """Bytes alive now."""
-        return sum(change for _, change in self.events)
-
-    def peak(self, *, start: int = 0, stop: int | None = None, without: tuple[Category, ...] = ()) -> Peak:
-        """The peak between two events, blocks of the categories in `without` left out."""
-        stop = len(self.events) if stop is None else stop
-        kept = [self.category_of(block) not in without for block in self.blocks]
+    def peak(self, without: Container[Category] = ()) -> Peak:
+        """The peak over the whole log, blocks of the categories in `without` left out."""
+        counts = [self.category_of(block) not in without for block in self.blocks]
         live = best = 0
         best_at = -1
-        for at, (number, change) in enumerate(self.events[:stop]):
-            live += change if kept[number] else 0
-            if at >= start and live > best:
-                best, best_at = live, at
+        for at, (number, change) in enumerate(self.events):
+            if counts[number]:
+                live += change
+                if live > best:
+                    best, best_at = live, at
+        return self._at(best_at, counts)
+
+    def at_backward_start(self, without: Container[Category] = ()) -> Peak:
+        """What is alive when backward starts, in the form of a peak."""
+        counts = [self.category_of(block) not in without for block in self.blocks]
+        return self._at((len(self.events) if self.backward_from is None else self.backward_from) - 1, counts)
+
+    def live_bytes(self) -> int:
+        """Bytes alive at the end of the log."""
+        return sum(change for _, change in self.events)
+
+    def _at(self, event: int, counts: list[bool]) -> Peak:
         sizes: Counter[int] = Counter()
-        for number, change in self.events[: best_at + 1]:
-            if kept[number]:
+        for number, change in self.events[: event + 1]:
+            if counts[number]:
                 sizes[number] += change
         parts: Counter[Category] = Counter()
         for number, size in sizes.items():
             if size:
                 parts[self.category_of(self.blocks[number])] += size
-        largest = [(self.blocks[number], self.category_of(self.blocks[number])) for number, _ in sizes.most_common(_TOP)]
-        return Peak(best, dict(parts), tuple(entry for entry in largest if entry[0].nbytes))
+        top = tuple((self.blocks[number], size) for number, size in sizes.most_common(_TOP) if size)
+        return Peak(sizes.total(), dict(parts), top)
 
-    def category_of(self, block: Block) -> Category:
-        """What was said about a block, or else what its life says."""
-        if block.category is not None:
-            return block.category
-        if self.backward_from is None or block.born < self.backward_from:
-            outlived = self.backward_from is not None and (block.died is None or block.died >= self.backward_from)
-            return "saved" if outlived else "forward temporary"
-        return "backward temporary"
-
-    def saved_bytes(self, *, without: tuple[Category, ...] = ("parameter", "input", "gradient", "output")) -> int:
-        """Bytes alive when backward starts, given categories left out."""
-        live = sum(
-            change
-            for number, change in self.events[: self.backward_from]
-            if self.category_of(self.blocks[number]) not in without
-        )
-        return live
-
-    def _add(self, nbytes: int, made_by: str, tensor: Tensor, category: Category | None) -> int:
+    def _add(self, nbytes: int, made_by: object, tensor: Tensor) -> Block:
         number = len(self.blocks)
-        self.blocks.append(Block(nbytes, made_by, tuple(tensor.shape), tensor.dtype, len(self.events), category))
+        block = Block(number, nbytes, made_by, tuple(tensor.shape), tensor.dtype, born=len(self.events))
+        self.blocks.append(block)
         self.events.append((number, nbytes))
-        return number
+        return block
 
-    def _resize(self, number: int, nbytes: int) -> None:
-        block = self.blocks[number]
-        if nbytes != block.nbytes:
-            self.events.append((number, nbytes - block.nbytes))
+    def _resize(self, block: Block, nbytes: int) -> None:
+        if nbytes != block.nbytes and block.died is None:
+            self.events.append((block.number, nbytes - block.nbytes))
             block.nbytes = nbytes
 
-    def _release(self, key: int, number: int) -> None:
-        del self._live[key]
-        self._free(number)
+    def _release(self, key: int) -> None:
+        self._free(self._live.pop(key))
 
-    def _free(self, number: int) -> None:
-        block = self.blocks[number]
+    def _free(self, block: Block) -> None:
         block.died = len(self.events)
-        self.events.append((number, -block.nbytes))
+        self.events.append((block.number, -block.nbytes))

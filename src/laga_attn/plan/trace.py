@@ -9,26 +9,38 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from laga_attn.plan.flops import Part, count_flops, moved_bytes, part_of, tensors_in
 from laga_attn.plan.memory import Category, MemoryLog
 from laga_attn.plan.wire import Transfer, is_collective, is_wait, transfer_of
-from laga_attn.traffic import Phase, Traffic, traffic
+from laga_attn.traffic import Phase, traffic
 
 __all__ = ["Scratch", "Trace"]
 
-_LIBRARY: Final = "laga_attn"
-Scratch = Callable[[Any, tuple[Any, ...]], int]
+Scratch = Callable[[Any, Sequence[Any]], int]
 """Bytes that a kernel operator allocates for itself while it runs, from the operator and its arguments."""
+
+_LIBRARY: Final = "laga_attn"
+_KNOWN_NAMESPACES: Final = ("aten", "prim", "prims", "profiler", _LIBRARY)
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """What is worth knowing about an operator, found out once."""
+
+    view: bool
+    collective: bool
+    composite: bool  # a composition of operators, which the mode sees only where autograd is off
 
 
 class Trace(TorchDispatchMode):
@@ -47,7 +59,7 @@ class Trace(TorchDispatchMode):
 
     Args:
         look_inside: follow the operators inside this library's kernels too; for real tensors.
-        scratch: bytes that a kernel operator takes for itself, where it cannot be looked into.
+        scratch: bytes that a kernel operator takes for itself, where it is not looked into.
 
     Attributes:
         memory: the log of storages.
@@ -55,12 +67,12 @@ class Trace(TorchDispatchMode):
         flops: by part of the layer and phase.
         hbm_bytes: read and written by operators, by phase, kernels counted as reading and writing each tensor once.
         calls: operators that move or compute something, by phase: each is a kernel launch.
-        uncounted: operators of other libraries without a FLOP formula.
+        uncounted: operators of other libraries whose FLOPs are not known.
         saved_bytes: in distinct storages that autograd keeps for backward, those of parameters not counted.
     """
 
     def __init__(self, *, look_inside: bool = False, scratch: Scratch | None = None) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.memory = MemoryLog()
         self.transfers: list[Transfer] = []
         self.flops: Counter[tuple[Part, Phase]] = Counter()
@@ -69,52 +81,116 @@ class Trace(TorchDispatchMode):
         self.uncounted: set[str] = set()
         self.saved_bytes = 0
         self._phase: Phase = "forward"
-        self._look_inside, self._scratch = look_inside, scratch
-        self._inside = False
-        self._saved: dict[int, Tensor] = {}
-        self._hooks = saved_tensors_hooks(self._pack, lambda tensor: tensor)
-        self._resources = ExitStack()
-        self._ledger = Traffic()
-        self._seen_records = 0
+        self._look_inside, self._scratch, self._inside = look_inside, scratch, False
+        self._kinds: dict[Any, _Kind] = {}
+        self._saved: set[int] = set()  # block numbers
+        self._entered = ExitStack()
+        self._hooks = ExitStack()
 
     def __enter__(self) -> Trace:
         if gc.isenabled():
             gc.collect()
             gc.disable()
-            self._resources.callback(gc.enable)
-        self._ledger = self._resources.enter_context(traffic())
-        self._hooks.__enter__()
-        super().__enter__()
+            self._entered.callback(gc.enable)
+        self._ledger = self._entered.enter_context(traffic())
+        self._recorded = 0
+        self._hooks.enter_context(saved_tensors_hooks(self._pack, lambda tensor: tensor))
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        if self._phase == "forward":
-            self._hooks.__exit__(*error)
-        self._saved.clear()
-        self._resources.close()
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._hooks.close()
+        self._entered.close()
 
     def watch(self, tensors: Iterable[Tensor | None], category: Category) -> None:
-        """Count tensors that exist before the run, or say what those that it made are; None is skipped."""
+        """Count tensors that exist before the run, or say what those are that it made; None is skipped."""
         for tensor in tensors:
             if tensor is not None:
-                number = self.memory.watch(tensor, category)
-                self.memory.blocks[number].category = category
+                self.memory.watch(tensor, category).category = category
 
     def start_backward(self, *outputs: Tensor) -> None:
-        """The forward pass is over. Its outputs belong to the next layer, and are not counted as kept by this one."""
-        self._hooks.__exit__(None, None, None)
-        parameters = [block for block in self.memory.blocks if block.category == "parameter"]
-        known = {id(block) for block in parameters}
-        self.saved_bytes = sum(
-            tensor.untyped_storage().nbytes()
-            for tensor in self._saved.values()
-            if id(self.memory.block_of(tensor)) not in known
-        )
-        self._saved.clear()
+        """The forward pass is over. Its outputs belong to what comes next, and are not kept by what ran."""
+        self._hooks.close()
+        kept = [self.memory.blocks[number] for number in self._saved]
+        self.saved_bytes = sum(block.nbytes for block in kept if block.category != "parameter")
         for output in outputs:
-            block = self.memory.block_of(output)
-            if block is not None and block.category is None:
-                block.category = "output"
+            block = self.memory.watch(output, "output")
+            block.category = block.category or "output"
         self.memory.start_backward()
         self._phase = "backward"
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        kind = self._kinds.get(func)
+        if kind is None:
+            kind = self._kinds[func] = _kind_of(func)
+        if kind.composite:
+            with self:
+                return func.decompose(*args, **kwargs)
+        if func.namespace == _LIBRARY and not self._inside:
+            result = self._run_kernel(func, args, kwargs)
+        else:
+            result = func(*args, **kwargs)
+        if not kind.view:
+            self._record(func, args, kwargs, result, kind)
+        return result
+
+    def _record(
+        self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any, kind: _Kind
+    ) -> None:
+        if kind.collective:
+            self._record_collective(func, args, kwargs, result)
+            return
+        made = (result,) if isinstance(result, Tensor) else tensors_in((result,))
+        for tensor in made:
+            self.memory.watch(tensor, func)
+        if self._inside:
+            return  # the kernel counts as one operator
+        self.hbm_bytes[self._phase] += moved_bytes(func, args, kwargs, made)
+        self.calls[self._phase] += 1
+        flops = count_flops(func, args, kwargs, result)
+        if flops is None:
+            if func.namespace not in _KNOWN_NAMESPACES:
+                self.uncounted.add(str(func))
+        elif flops:
+            self.flops[part_of(func), self._phase] += flops
+
+    def _run_kernel(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        if self._scratch is not None:
+            self.memory.scratch(self._scratch(func, args), func, args[0])
+        if not self._look_inside or isinstance(args[0], FakeTensor):
+            return func(*args, **kwargs)
+        self._inside = True
+        try:
+            with self:  # past this mode's own entry, straight to the device's implementation
+                device = torch._C.DispatchKey.CUDA if args[0].is_cuda else torch._C.DispatchKey.CPU
+                return func.redispatch(torch._C.DispatchKeySet(device), *args, **kwargs)
+        finally:
+            self._inside = False
+
+    def _record_collective(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
+        if is_wait(func):
+            self.memory.hand_over(args[0], result, func)  # the same tensor, where tensors are real
+            return
+        entries = self._ledger.records
+        kind = entries[-1].kind if len(entries) > self._recorded else ""
+        self._recorded = len(entries)
+        transfer = transfer_of(func, args, kwargs, self._phase, kind)
+        if transfer is not None:
+            self.transfers.append(transfer)
+        for tensor in tensors_in((result,)):
+            self.memory.watch(tensor, func)
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        self._saved.add(self.memory.watch(tensor, "saved").number)
+        return tensor
+
+
+def _kind_of(func: Any) -> _Kind:
+    composite = func.namespace == "aten" and torch._C._dispatch_has_kernel_for_dispatch_key(
+        func.name(), "CompositeImplicitAutograd"
+    )
+    return _Kind(view=func.is_view, collective=is_collective(func), composite=composite)

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import _resolve_process_group
 
 from laga_attn.traffic import Phase
 
@@ -84,8 +85,8 @@ def _group_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dist.ProcessGro
     for value in (*args, *kwargs.values()):
         if type(value).__name__ == "ScriptObject" and "ProcessGroup" in value._type().name():
             return dist.ProcessGroup.unbox(value)
-    names = [value for value in (*args, *kwargs.values()) if isinstance(value, str)]
-    return dist.distributed_c10d._resolve_process_group(names[-1])  # the name is the last string
+    names: list[Any] = [value for value in (*args, *kwargs.values()) if isinstance(value, str)]
+    return _resolve_process_group(names[-1])  # the name is the last string
 
 
 def _without(sizes: Sequence[int], me: int) -> tuple[int, ...]:

@@ -14,21 +14,27 @@ from torch import Tensor
 
 from laga_attn.attention_plan import AttentionPlan, LatentDims
 from laga_attn.grid import ContextParallel
-from laga_attn.movement import acc_dtype, gather_keys, return_key_grads
-from laga_attn.schemes.interface import Grads, Kept, Needs
-from laga_attn.schemes.latent import join_latent, split_latent_grad, sum_contributions, weight_rows
+from laga_attn.movement import acc_dtype, return_key_grads
+from laga_attn.schemes.interface import Grads, Kept, Latents, Needs
+from laga_attn.schemes.latent import split_latent_grad, start_latents, sum_contributions, weight_rows
 from laga_attn.schemes.queries import OutputReturn, QueryGradReturn, send_output_grads, send_queries
 
 __all__ = ["backward", "forward"]
 
 
 def forward(
-    q: Tensor, c_kv: Tensor, k_rope: Tensor, weight: Tensor, plan: AttentionPlan, cp: ContextParallel
+    q: Tensor,
+    c_kv: Tensor,
+    k_rope: Tensor,
+    weight: Tensor,
+    plan: AttentionPlan,
+    cp: ContextParallel,
+    prefetched: Latents | None = None,
 ) -> tuple[Tensor, Tensor | None, Kept]:
     """Shapes as in `latent_attention`; `save="gathered"` keeps the gathered latent."""
     dims, groups = plan.dims, plan.own_head_groups()
     own_weight = weight[weight_rows(plan.heads, dims)]
-    finish_latent = gather_keys(join_latent(c_kv, k_rope, plan.routing), plan.routing.keys.routes, cp, "latent", "forward")
+    (finish_latent,) = prefetched or start_latents(c_kv, k_rope, plan.routing, cp, "forward")
     arriving = send_queries(q, groups, plan, cp)
     latent, returning = finish_latent(), OutputReturn(q, plan, cp)
     k, v = _shared_kv(latent, dims)
@@ -56,11 +62,9 @@ def backward(
     dims, groups = plan.dims, plan.own_head_groups()
     c_kv, out, k_rope, weight, latent, *by_group = kept
     queries, lses, latent_outs = (by_group[i * len(groups) : (i + 1) * len(groups)] for i in range(3))
-    if latent is None:
-        finish_latent = gather_keys(join_latent(c_kv, k_rope, plan.routing), plan.routing.keys.routes, cp, "latent", "backward")
+    (finish_latent,) = start_latents(c_kv, k_rope, plan.routing, cp, "backward", latent)
     arriving = send_output_grads(dout, dlse, out, groups, plan, cp)
-    if latent is None:
-        latent = finish_latent()
+    latent = finish_latent()
     k, v = _shared_kv(latent, dims)
 
     own_weight = weight[weight_rows(plan.heads, dims)]

@@ -12,7 +12,7 @@ from torch import Tensor
 from laga_attn.attention_plan import AttentionPlan
 from laga_attn.grid import ContextParallel
 from laga_attn.movement import acc_dtype, add_rows, gather_keys, return_key_grads
-from laga_attn.schemes.interface import Grads, Kept, Needs
+from laga_attn.schemes.interface import Grads, Kept, Latents, Needs
 from laga_attn.schemes.latent import expand_kv, fold_kv_grads, join_latent, split_latent_grad, weight_rows
 from laga_attn.schemes.queries import OutputReturn, QueryGradReturn, send_output_grads, send_queries
 from laga_attn.traffic import Phase
@@ -21,9 +21,16 @@ __all__ = ["backward", "forward"]
 
 
 def forward(
-    q: Tensor, c_kv: Tensor, k_rope: Tensor, weight: Tensor, plan: AttentionPlan, cp: ContextParallel
+    q: Tensor,
+    c_kv: Tensor,
+    k_rope: Tensor,
+    weight: Tensor,
+    plan: AttentionPlan,
+    cp: ContextParallel,
+    prefetched: Latents | None = None,
 ) -> tuple[Tensor, Tensor | None, Kept]:
     """Shapes as in `latent_attention`; `save="kv"` keeps the K and V that were attended to."""
+    assert prefetched is None  # no latent travels here; refused where it is asked for
     all_heads = slice(0, plan.num_own_heads)
     (finish_query,) = send_queries(q, [all_heads], plan, cp)
     kv = _exchange_kv(c_kv, k_rope, weight, plan, cp, "forward")  # [keys, B, h, Dqk + Dv]

@@ -11,19 +11,26 @@ from torch.autograd.function import once_differentiable
 from laga_attn.attention_plan import AttentionPlan
 from laga_attn.grid import ContextParallel
 from laga_attn.schemes import SCHEME_TABLE
-from laga_attn.schemes.interface import Needs
+from laga_attn.schemes.interface import Latents, Needs
 
 __all__ = ["LatentAttentionFunction"]
 
 
 class LatentAttentionFunction(torch.autograd.Function):
-    """`apply(q, c_kv, k_rope, kv_b_weight, plan, cp)` gives `(out, lse)`; `lse` is None unless the plan returns it."""
+    """`apply(q, c_kv, k_rope, kv_b_weight, plan, cp, prefetched)` gives `(out, lse)`, lse None unless the plan asks."""
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, c_kv: Tensor, k_rope: Tensor, weight: Tensor, plan: AttentionPlan, cp: ContextParallel
+        ctx: Any,
+        q: Tensor,
+        c_kv: Tensor,
+        k_rope: Tensor,
+        weight: Tensor,
+        plan: AttentionPlan,
+        cp: ContextParallel,
+        prefetched: Latents | None,
     ) -> tuple[Tensor, Tensor | None]:
-        out, lse, kept = SCHEME_TABLE[plan.scheme].forward(q, c_kv, k_rope, weight, plan, cp)
+        out, lse, kept = SCHEME_TABLE[plan.scheme].forward(q, c_kv, k_rope, weight, plan, cp, prefetched)
         ctx.save_for_backward(*kept)
         ctx.set_materialize_grads(False)
         ctx.plan, ctx.cp = plan, cp
@@ -39,4 +46,4 @@ class LatentAttentionFunction(torch.autograd.Function):
         grads = SCHEME_TABLE[ctx.plan.scheme].backward(
             dout, dlse, kept, Needs(needs_q, needs_c_kv or needs_k_rope, needs_weight), ctx.plan, ctx.cp
         )
-        return *grads, None, None
+        return *grads, None, None, None

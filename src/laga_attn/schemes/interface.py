@@ -9,11 +9,16 @@ from torch import Tensor
 
 from laga_attn.attention_plan import AttentionPlan
 from laga_attn.grid import ContextParallel
+from laga_attn.movement import Finish
 
-__all__ = ["Backward", "Forward", "Grads", "Kept", "Needs", "SchemeImpl"]
+__all__ = ["Backward", "Forward", "Grads", "Kept", "Latents", "Needs", "SchemeImpl"]
 
 Kept = tuple[Any, ...]
 """Tensors (or None) kept for backward, in an order that is the scheme's own business."""
+
+
+Latents = list[Finish]
+"""Each key segment's latent, by a closure that waits for it."""
 
 
 class Needs(NamedTuple):
@@ -35,7 +40,15 @@ class Grads(NamedTuple):
 
 class Forward(Protocol):
     def __call__(
-        self, q: Tensor, c_kv: Tensor, k_rope: Tensor, weight: Tensor, plan: AttentionPlan, cp: ContextParallel, /
+        self,
+        q: Tensor,
+        c_kv: Tensor,
+        k_rope: Tensor,
+        weight: Tensor,
+        plan: AttentionPlan,
+        cp: ContextParallel,
+        prefetched: Latents | None,
+        /,
     ) -> tuple[Tensor, Tensor | None, Kept]: ...
 
 

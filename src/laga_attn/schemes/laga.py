@@ -7,8 +7,6 @@ queries, outputs and their gradients travel group by group, and where the rank's
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -17,19 +15,17 @@ from torch import Tensor
 from laga_attn.attention_plan import AttentionPlan
 from laga_attn.grid import ContextParallel
 from laga_attn.kernels import merge_partials
-from laga_attn.movement import acc_dtype, gather_keys, return_key_grads
-from laga_attn.routing import TokenRoute
-from laga_attn.schemes.interface import Grads, Kept, Needs
+from laga_attn.movement import acc_dtype, return_key_grads
+from laga_attn.schemes.interface import Grads, Kept, Latents, Needs
 from laga_attn.schemes.latent import (
     expand_kv,
     fold_kv_grads,
-    join_latent,
     split_latent_grad,
+    start_latents,
     sum_contributions,
     weight_rows,
 )
 from laga_attn.schemes.queries import OutputReturn, QueryGradReturn, send_output_grads, send_queries
-from laga_attn.traffic import Phase
 
 __all__ = ["backward", "forward"]
 
@@ -42,11 +38,17 @@ class Work(NamedTuple):
 
 
 def forward(
-    q: Tensor, c_kv: Tensor, k_rope: Tensor, weight: Tensor, plan: AttentionPlan, cp: ContextParallel
+    q: Tensor,
+    c_kv: Tensor,
+    k_rope: Tensor,
+    weight: Tensor,
+    plan: AttentionPlan,
+    cp: ContextParallel,
+    prefetched: Latents | None = None,
 ) -> tuple[Tensor, Tensor | None, Kept]:
     """Shapes as in `latent_attention`; what is kept for backward depends on `plan.save`."""
     groups, own_weight = plan.own_head_groups(), weight[weight_rows(plan.heads, plan.dims)]
-    latents = _start_latents(c_kv, k_rope, plan, cp, "forward")
+    latents = prefetched or start_latents(c_kv, k_rope, plan.routing, cp, "forward")
     arriving = send_queries(q, groups, plan, cp)
     returning = OutputReturn(q, plan, cp)
 
@@ -84,7 +86,7 @@ def backward(
     c_kv, out, k_rope, weight, gathered, *by_group = kept
     queries, lses = by_group[: len(groups)], by_group[len(groups) : 2 * len(groups)]
     kept_kv = dict(zip(_forward_order(plan), by_group[2 * len(groups) :], strict=bool(by_group[2 * len(groups) :])))
-    latents = _start_latents(c_kv, k_rope, plan, cp, "backward", gathered)
+    latents = start_latents(c_kv, k_rope, plan.routing, cp, "backward", gathered)
     arriving = send_output_grads(dout, dlse, out, groups, plan, cp)
 
     acc = acc_dtype(c_kv.dtype)
@@ -158,22 +160,6 @@ def _backward_order(plan: AttentionPlan, gathered: bool) -> list[Work]:
     before = 0 if gathered else len(groups) // 2
     own = [Work(0, group) for group in groups]
     return own[:before] + [Work(1, group) for group in groups] + own[before:]
-
-
-def _start_latents(
-    c_kv: Tensor, k_rope: Tensor, plan: AttentionPlan, cp: ContextParallel, phase: Phase, gathered: Tensor | None = None
-) -> list[Callable[[], Tensor]]:
-    """Each segment's latent, `[keys, B, r + dr]`, by a closure that waits the first time."""
-    rows = join_latent(c_kv, k_rope, plan.routing)
-
-    def start(routes: tuple[TokenRoute, ...]) -> Callable[[], Tensor]:
-        if not routes:
-            return lambda: rows
-        if gathered is not None:
-            return lambda: gathered
-        return cache(gather_keys(rows, routes, cp, "latent", phase))
-
-    return [start(segment.routes) for segment in plan.routing.segments]
 
 
 def _rebuild(latent: Tensor, own_weight: Tensor, group: slice, plan: AttentionPlan) -> Tensor:

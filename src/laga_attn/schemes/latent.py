@@ -9,14 +9,26 @@ Latents are `[S, B, kv_lora_rank + qk_rope_head_dim]`, sequence-first, so that a
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
 from laga_attn.attention_plan import AttentionPlan, LatentDims
-from laga_attn.movement import add_rows, put, take
+from laga_attn.grid import ContextParallel
+from laga_attn.movement import Finish, add_rows, gather_keys, put, take
 from laga_attn.routing import Routing, TokenRoute
+from laga_attn.traffic import Phase
 
-__all__ = ["expand_kv", "fold_kv_grads", "join_latent", "split_latent_grad", "sum_contributions", "weight_rows"]
+__all__ = [
+    "expand_kv",
+    "fold_kv_grads",
+    "join_latent",
+    "split_latent_grad",
+    "start_latents",
+    "sum_contributions",
+    "weight_rows",
+]
 
 
 def weight_rows(heads: slice, dims: LatentDims) -> slice:
@@ -27,6 +39,30 @@ def weight_rows(heads: slice, dims: LatentDims) -> slice:
 def join_latent(c_kv: Tensor, k_rope: Tensor, routing: Routing) -> Tensor:
     """The real tokens' latents as rows: `[B, s, r]` and `[B, s, dr]` to `[n, B, r + dr]`."""
     return take(torch.cat([c_kv.transpose(0, 1), k_rope.transpose(0, 1)], dim=-1), routing.real)
+
+
+def start_latents(
+    c_kv: Tensor,
+    k_rope: Tensor,
+    routing: Routing,
+    cp: ContextParallel,
+    phase: Phase,
+    gathered: Tensor | None = None,
+) -> list[Finish]:
+    """Start gathering every key segment's latent; closures give `[keys, B, r + dr]` and wait only the first time.
+
+    `gathered` is the last segment's latent where it was kept.
+    """
+    rows = join_latent(c_kv, k_rope, routing)
+
+    def start(routes: tuple[TokenRoute, ...]) -> Finish:
+        if not routes:
+            return lambda: rows
+        if gathered is not None:
+            return lambda: gathered
+        return cache(gather_keys(rows, routes, cp, "latent", phase))
+
+    return [start(segment.routes) for segment in routing.segments]
 
 
 def expand_kv(latent: Tensor, weight: Tensor, dims: LatentDims) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
@@ -40,4 +40,5 @@ class StopRequest:
     def _hear(self, number: int, frame: FrameType | None) -> None:
         self._signalled = True
         if self._file is not None:
-            self._file.touch()
+            with suppress(OSError):  # the launcher that made its folder may be gone
+                self._file.touch()

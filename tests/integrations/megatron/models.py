@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,7 +13,23 @@ from laga_attn.layout import SequenceLayout
 from tests.integrations.megatron.plain_attention import PlainAttention
 from tests.integrations.megatron.world import Parallel
 
-__all__ = ["Batch", "Model", "Step", "build", "make_batch", "spec_of", "step_of", "wrap"]
+__all__ = [
+    "Batch",
+    "Local",
+    "Model",
+    "Step",
+    "build",
+    "config_of",
+    "finish_gradients",
+    "forward_backward",
+    "gather",
+    "local_batch",
+    "make_batch",
+    "spec_of",
+    "step_of",
+    "whole_parameter",
+    "wrap",
+]
 
 
 @dataclass(frozen=True)
@@ -115,6 +130,7 @@ def build(model: Model, parallel: Parallel, spec: Any = None) -> Any:
         spec_of(model) if spec is None else spec,
         vocab_size=VOCABULARY,
         max_sequence_length=128,
+        position_embedding_type="rope",
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
         share_embeddings_and_output_weights=False,
@@ -169,15 +185,6 @@ def local_batch(batch: Batch, parallel: Parallel) -> Local:
     return Local(arguments, shard.labels.clamp(min=0), counted, total, torch.tensor(layout.rows(rank)))
 
 
-def cp_batch(tokens: Tensor) -> dict[str, Tensor]:
-    """Megatron's own split of a batch."""
-    from megatron.core.utils import get_batch_on_this_cp_rank
-
-    hybrid = {"is_hybrid_cp": False} if "is_hybrid_cp" in inspect.signature(get_batch_on_this_cp_rank).parameters else {}
-    positions = torch.arange(tokens.shape[1]).expand_as(tokens).contiguous()
-    return dict(get_batch_on_this_cp_rank({"tokens": tokens, "position_ids": positions}, **hybrid))
-
-
 @dataclass(frozen=True)
 class Step:
     """What a forward and backward pass gave, put together over the tensor- and context-parallel ranks."""
@@ -192,7 +199,7 @@ def forward_backward(ddp: Any, batch: Batch, parallel: Parallel, scale: float = 
     local = local_batch(batch, parallel)
     logits = ddp(**local.arguments)  # [b, s, vocabulary / TP]
     # Cross-entropy writes over what it gets.
-    losses = ddp.module.compute_language_model_loss(local.labels, logits.transpose(0, 1).clone())  # [b, s]
+    losses = ddp.module.compute_language_model_loss(local.labels, logits.transpose(0, 1).contiguous().clone())  # [b, s]
     share = losses[local.counted].sum() / local.tokens
     # DDP divides by its ranks; every data-parallel replica has the same batch here.
     (share * parallel.cp * scale).backward()
@@ -200,14 +207,26 @@ def forward_backward(ddp: Any, batch: Batch, parallel: Parallel, scale: float = 
 
 
 def step_of(model: Model, batch: Batch, parallel: Parallel, ddp_options: dict[str, Any] | None = None) -> Step:
-    """One step of Megatron's own: DDP, then the reduction over tensor-parallel ranks that finalizing does."""
-    from megatron.core.distributed import finalize_model_grads
-
+    """One step of Megatron's own DDP."""
     ddp = wrap(build(model, parallel), **(ddp_options or {}))
     ddp.zero_grad_buffer()
     logits, share, local = forward_backward(ddp, batch, parallel)
-    finalize_model_grads([ddp])
+    finish_gradients(ddp, parallel)
     return gather(ddp, logits, share, local, parallel)
+
+
+def finish_gradients(ddp: Any, parallel: Parallel) -> None:
+    """Reduce gradients over data- and context-parallel ranks, and those of norms over tensor-parallel ones with SP.
+
+    Without sequence parallelism every norm's gradient is whole on every tensor-parallel rank already, but finalizing
+    sums those of `q_layernorm` once more, which doubles them in the stock layer as well.
+    """
+    from megatron.core.distributed import finalize_model_grads
+
+    if parallel.tp > 1 and not parallel.sequence_parallel:
+        ddp.finish_grad_sync()
+    else:
+        finalize_model_grads([ddp])
 
 
 def gather(ddp: Any, logits: Tensor, share: Tensor, local: Local, parallel: Parallel) -> Step:

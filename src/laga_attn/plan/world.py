@@ -1,0 +1,40 @@
+"""A cluster of any size in one process: torch's fake process group, whose collectives move nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch.distributed as dist
+
+from laga_attn.grid import ContextParallel
+
+__all__ = ["fake_ranks"]
+
+
+@contextmanager
+def fake_ranks(size: int, rank: int) -> Iterator[ContextParallel]:
+    """Be rank `rank` of `size` context-parallel ranks that exist in name only.
+
+    Collectives return at once and leave their results as they were allocated; sizes are right, values are not. On
+    the device side the group looks like NCCL's: pieces of an all-to-all are sent from where they lie.
+
+    Raises:
+        ValueError: a rank outside the group, or a process group that this process has joined already.
+    """
+    if not 0 <= rank < size:
+        raise ValueError(f"rank {rank} is not one of {size} ranks; choose 0 to {size - 1}")
+    if size == 1:
+        yield ContextParallel.none()
+        return
+    if dist.is_initialized():
+        raise ValueError("this process has joined a real process group; plan in a process of its own")
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
+
+    dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
+    try:
+        world = dist.group.WORLD
+        assert world is not None
+        yield ContextParallel(world)
+    finally:
+        dist.destroy_process_group()
