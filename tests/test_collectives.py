@@ -123,6 +123,18 @@ def test_collectives_overlap_and_may_be_waited_for_in_any_order(ranks):
         assert gathered == [0, 1, 2]
 
 
+def starts_without_overlap(ctx):
+    cp = ContextParallel(ctx.group, overlap=False)
+    gathered = all_gather_rows(torch.full((1,), float(ctx.rank)), cp, kind="latent", phase="forward")
+    exchanged = exchange_rows([torch.ones(1)] * ctx.size, [1] * ctx.size, cp, kind="query", phase="forward")
+    done = [pending._work.is_completed() for pending in (gathered, exchanged)]
+    return done, gathered.wait().tolist(), exchanged.wait().tolist()
+
+
+def test_without_overlap_a_collective_is_over_when_it_returns(ranks):
+    assert ranks(2).run(starts_without_overlap) == [([True, True], [0, 1], [1, 1])] * 2
+
+
 # --- handles
 
 

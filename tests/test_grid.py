@@ -136,20 +136,15 @@ def test_one_process_needs_no_group():
 
 
 def changes_the_degree(ctx):
-    cp = ContextParallel(ctx.group, 1, check="new")
+    cp = ContextParallel(ctx.group, 1, check="new", two_level=True, overlap=False)
     cp.remember_agreed(b"known")
     other = cp.with_ulysses(2)
-    return (
-        cp.ulysses_degree,
-        other.ulysses_degree,
-        other.check,
-        other.has_agreed(b"known"),
-        other.group is cp.group,
-    )
+    kept = (other.check, other.two_level, other.overlap, other.has_agreed(b"known"), other.group is cp.group)
+    return cp.ulysses_degree, other.ulysses_degree, kept
 
 
 def test_with_ulysses_changes_only_the_degree_of_a_new_grid(ranks):
-    assert ranks(2).run(changes_the_degree) == [(1, 2, "new", True, True)] * 2
+    assert ranks(2).run(changes_the_degree) == [(1, 2, ("new", True, False, True, True))] * 2
 
 
 def test_the_memory_of_agreements_is_bounded():

@@ -74,8 +74,9 @@ def test_generate_gives_the_tokens_of_the_untouched_model(ranks, size, way):
         tokens[0, 5:] = tokens[0, :14].clone()  # something to look up
     arguments = {"max_new_tokens": 12, **GENERATIONS[way]}
     call = Call(arguments=arguments, cache={"rebuild_from": 8})
+    model = tiny_model()
     torch.manual_seed(11)
-    expected = tiny_model().generate(tokens, **arguments)
+    expected = model.generate(tokens, **arguments)
     for out, _ in ranks(size).run(generate, call, tokens, None):
         assert torch.equal(out, expected), f"{out} != {expected}"
 

@@ -79,6 +79,7 @@ class TensorMemory(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        self._count((args, kwargs), new=False)
         if func.namespace == "laga_attn":
             # The mode is off in here. Switched on again, it would see this operator anew, hence the redispatch to
             # what lies below all modes.
@@ -86,19 +87,22 @@ class TensorMemory(TorchDispatchMode):
                 out = func.redispatch(_BELOW_MODES, *args, **(kwargs or {}))
         else:
             out = func(*args, **(kwargs or {}))
-        for tensor in tree_iter(out):
-            if isinstance(tensor, Tensor):
-                self._count(tensor.untyped_storage())
+        self._count(out, new=True)
         return out
 
-    def _count(self, storage: torch.UntypedStorage) -> None:
-        key, nbytes = storage._cdata, storage.nbytes()
-        if key in self._known:
-            return
-        self._known.add(key)
-        self.live += nbytes
-        self.peak = max(self.peak, self.live)
-        weakref.finalize(storage, self._release, key, nbytes)
+    def _count(self, values: object, *, new: bool) -> None:
+        """Take note of storages not seen before; those that an operator gets as inputs existed all along."""
+        for value in tree_iter(values):
+            if not isinstance(value, Tensor):
+                continue
+            storage = value.untyped_storage()
+            key, nbytes = storage._cdata, storage.nbytes() if new else 0
+            if key in self._known:
+                continue
+            self._known.add(key)
+            self.live += nbytes
+            self.peak = max(self.peak, self.live)
+            weakref.finalize(storage, self._release, key, nbytes)
 
     def _release(self, key: int, nbytes: int) -> None:
         self._known.discard(key)

@@ -66,7 +66,8 @@ def run_worker(options: TrainOptions, stop_file: Path | None = None) -> int:
 def _process_group(options: TrainOptions) -> Iterator[torch.device]:
     """Join the default process group; yields the device of this rank.
 
-    After an error the group is left as it is: leaving it properly would wait for ranks that are gone.
+    After an error other than `UsageError`, which all ranks raise together, the group is left as it is: leaving it
+    properly would wait for ranks that are gone.
     """
     device = _device(options)
     backend = "nccl" if device.type == "cuda" else "gloo"
@@ -76,8 +77,12 @@ def _process_group(options: TrainOptions) -> Iterator[torch.device]:
     else:
         store = torch._C._distributed_c10d.HashStore()
         dist.init_process_group(backend, timeout=timeout, store=store, rank=0, world_size=1)
-    yield device
-    dist.barrier()
+    try:
+        yield device
+        dist.barrier()
+    except UsageError:
+        dist.destroy_process_group()
+        raise
     dist.destroy_process_group()
 
 
