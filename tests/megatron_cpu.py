@@ -8,6 +8,7 @@ None of this is about attention, and none of it is in the library. Everything is
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -24,8 +25,9 @@ def _uncompiled(function: Callable[..., Any] | None = None, **_: Any) -> Any:
     return function if function is not None else _uncompiled
 
 
-# Megatron compiles its small fusions when it is imported; on a CPU that costs more than it ever gives back.
-with mock.patch.object(torch, "compile", _uncompiled):
+# Megatron compiles its small fusions when it is imported; on a CPU that costs more than it ever gives back. It also
+# warns of everything that it would like to have.
+with mock.patch.object(torch, "compile", _uncompiled), warnings.catch_warnings(action="ignore"):
     import megatron.core.models.gpt.gpt_layer_specs
     import megatron.core.models.gpt.gpt_model
     from megatron.core.tensor_parallel import random

@@ -75,7 +75,7 @@ def config_of(model: Model, parallel: Parallel) -> Any:
         "kv_channels": 8,
         "ffn_hidden_size": 48,
         "q_lora_rank": model.q_lora_rank,
-        "kv_lora_rank": 16,
+        "kv_lora_rank": 20,
         "qk_head_dim": 8,
         "qk_pos_emb_head_dim": 8,
         "v_head_dim": 8,

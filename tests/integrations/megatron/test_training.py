@@ -1,0 +1,87 @@
+"""Megatron's own DDP and optimizers train a LAGA model as they train the stock model on one rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.compare import assert_close
+from tests.integrations.megatron.models import (
+    Batch,
+    Model,
+    build,
+    finish_gradients,
+    forward_backward,
+    whole_parameter,
+    wrap,
+)
+from tests.integrations.megatron.world import Parallel, megatron_ranks
+
+STEPS = 20
+DOCUMENTS = (5, 9, 14)
+TP_CP_SP = Parallel(tp=2, cp=2, sequence_parallel=True)
+
+
+def train(ctx, model: Model, parallel: Parallel, ddp_options: dict[str, Any], steps: int = STEPS, micro: int = 2):
+    """Losses and final weights of some steps with `micro` micro-batches each; a new batch every time."""
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    with megatron_ranks(parallel):
+        ddp = wrap(build(model, parallel), **ddp_options)
+        optimizer = get_megatron_optimizer(
+            OptimizerConfig(
+                optimizer="adam", lr=3e-3, adam_eps=1e-3, clip_grad=1.0, weight_decay=0.01,
+                use_distributed_optimizer=bool(ddp_options.get("use_distributed_optimizer")),
+                overlap_param_gather=bool(ddp_options.get("overlap_param_gather")),
+            ),
+            [ddp],
+        )  # fmt: skip
+        losses = []
+        for number in range(steps):
+            ddp.zero_grad_buffer()
+            optimizer.zero_grad()
+            loss = torch.zeros(())
+            for part in range(micro):
+                batch = Batch(lengths=DOCUMENTS, packed=True, seed=number * micro + part)
+                if part < micro - 1:
+                    with ddp.no_sync():
+                        loss += forward_backward(ddp, batch, parallel, scale=1 / micro)[1] / micro
+                else:
+                    loss += forward_backward(ddp, batch, parallel, scale=1 / micro)[1] / micro
+            finish_gradients(ddp, parallel)
+            succeeded, _, _ = optimizer.step()
+            assert succeeded
+            dist.all_reduce(loss, group=parallel_state.get_context_parallel_group())
+            losses.append(loss)
+        if ddp_options.get("overlap_param_gather"):
+            ddp.disable_forward_pre_hook()
+        weights = {name: whole_parameter(p, p.data).clone() for name, p in ddp.module.named_parameters()}
+    return (torch.stack(losses), weights) if ctx.rank == 0 else None
+
+
+@pytest.fixture(scope="module")
+def stock(ranks):
+    return ranks(4).run(train, Model(scheme=None, experts=4), Parallel(), {})[0]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True,
+         "bucket_size": 2000},
+    ],
+    ids=["optimizer", "distributed optimizer, all overlaps"],
+)  # fmt: skip
+@pytest.mark.parametrize("parallel", [Parallel(cp=2), Parallel(cp=4), TP_CP_SP], ids=str)
+def test_twenty_steps_stay_equal_to_the_stock_model(ranks, stock, parallel, options):
+    losses, weights = ranks(4).run(train, Model(experts=4), parallel, options)[0]
+    expected_losses, expected_weights = stock
+    assert expected_losses[-1] < 0.9 * expected_losses[0]
+    assert_close(losses, expected_losses, rel=1e-5, name="losses")
+    for name, weight in expected_weights.items():
+        assert_close(weights[name], weight, rel=1e-4, name=name)
