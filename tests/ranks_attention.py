@@ -93,9 +93,7 @@ def assembled(parts: list[Local], case: Case, run: Run) -> Expected:
         return layout.unshard([getattr(part, name) for part in parts], dim=dim)
 
     weight = torch.stack([part.dweight for part in parts]).sum(0, dtype=parts[0].lse.dtype)
-    return Expected(
-        whole("out"), whole("lse", 2), whole("dq"), whole("dc_kv"), whole("dk_rope"), weight.to(case.dtype)
-    )
+    return Expected(whole("out"), whole("lse", 2), whole("dq"), whole("dc_kv"), whole("dk_rope"), weight.to(case.dtype))
 
 
 def assert_matches(actual: Expected, expected: Expected, *, rel: float, name: str = "") -> None:
@@ -105,5 +103,3 @@ def assert_matches(actual: Expected, expected: Expected, *, rel: float, name: st
 
 def run_on(ranks: RankGroup, case: Case, run: Run) -> Expected:
     return assembled(ranks.run(attend, case, run), case, run)
-
-

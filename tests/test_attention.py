@@ -138,9 +138,7 @@ def test_environment_variables_do_not_change_the_numbers(monkeypatch):
     tensors = [torch.randn(*shape, generator=generator) for shape in ((1, 9, 3, 10), (1, 9, 8), (1, 9, 4), (33, 8))]
 
     def run():
-        return laga.latent_attention(
-            *tensors, layout=SequenceLayout.contiguous(9, 1), qk_nope_head_dim=6, v_head_dim=5
-        )
+        return laga.latent_attention(*tensors, layout=SequenceLayout.contiguous(9, 1), qk_nope_head_dim=6, v_head_dim=5)
 
     plain = run()
     for name in ("NVTE_FP8_DPA_BWD", "NVTE_BATCH_MHA_P2P_COMM", "LAGA_SCHEME", "LAGA_KERNEL", "FLASH_ATTENTION"):

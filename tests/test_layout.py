@@ -20,7 +20,9 @@ layouts = st.builds(
     st.sampled_from(KINDS),
 )
 masks = st.one_of(
-    st.tuples(st.just(True), st.none()), st.tuples(st.just(False), st.none()), st.tuples(st.just(True), st.integers(1, 9))
+    st.tuples(st.just(True), st.none()),
+    st.tuples(st.just(False), st.none()),
+    st.tuples(st.just(True), st.integers(1, 9)),
 )
 
 

@@ -51,7 +51,9 @@ def bar(y: int, name: str, scheme: str, degree: int, words: str, scale: float) -
 
 
 def key(x: int, colour: str, words: str) -> str:
-    return f'<rect x="{x}" y="42" width="12" height="12" rx="2" fill="{colour}"/><text x="{x + 18}" y="52">{words}</text>'
+    return (
+        f'<rect x="{x}" y="42" width="12" height="12" rx="2" fill="{colour}"/><text x="{x + 18}" y="52">{words}</text>'
+    )
 
 
 def main() -> None:

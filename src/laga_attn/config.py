@@ -328,15 +328,13 @@ def _read_rope(hf: Mapping[str, Any]) -> tuple[RopeScaling, float]:
     for key in new.keys() & old.keys():
         if new[key] != old[key]:
             raise ValueError(
-                f"rope_parameters has {key}={new[key]!r}, rope_scaling has {key}={old[key]!r}: remove one of "
-                "the two"
+                f"rope_parameters has {key}={new[key]!r}, rope_scaling has {key}={old[key]!r}: remove one of the two"
             )
     rope = {**old, **new}
     nested = [key for key, value in rope.items() if isinstance(value, Mapping)]
     if nested:
         raise ValueError(
-            f"rope_parameters differ by layer type ({', '.join(nested)}): give a config with those of the "
-            "MLA layers"
+            f"rope_parameters differ by layer type ({', '.join(nested)}): give a config with those of the MLA layers"
         )
     theta = rope.get("rope_theta") or hf.get("rope_theta") or 10000.0
     rope_type = rope.get("rope_type") or rope.get("type") or "default"

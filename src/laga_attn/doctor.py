@@ -146,9 +146,7 @@ def _kernels(device: torch.device) -> Table:
     for column in ("kernel", "how", "in head space (192/128)", "in latent space (576/512)"):
         table.add_column(column)
     head_space = support_table(device=device, dtype=torch.bfloat16, qk_head_dim=192, v_head_dim=128)
-    latent_space = support_table(
-        device=device, dtype=torch.bfloat16, qk_head_dim=576, v_head_dim=512, shared_kv=True
-    )
+    latent_space = support_table(device=device, dtype=torch.bfloat16, qk_head_dim=576, v_head_dim=512, shared_kv=True)
     for head_row, latent_row in zip(head_space, latent_space, strict=True):
         table.add_row(head_row["kernel"], head_row["how"], head_row["usable"], latent_row["usable"])
     return table

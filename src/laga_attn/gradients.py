@@ -34,9 +34,7 @@ __all__ = ["load_balancing_loss", "reduce_gradients", "token_mean_loss"]
 _BUCKET_BYTES = 64 * 2**20
 
 
-def token_mean_loss(
-    loss_sum: Tensor, n_valid: int | Tensor, group: dist.ProcessGroup | None = None
-) -> Tensor:
+def token_mean_loss(loss_sum: Tensor, n_valid: int | Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
     """This rank's share of the mean loss over the valid tokens of all ranks.
 
     The shares of all ranks add up to the mean; to log it, all-reduce (sum) the detached result.
@@ -219,8 +217,7 @@ def _reduce_bucket(bucket: list[nn.Parameter], group: dist.ProcessGroup | None, 
     share = -(-ends[-1] // size)  # elements that each rank sums
     flat = torch.zeros(share * size, dtype=_sum_dtype(bucket[0]), device=bucket[0].device)
     places = [
-        flat[end - parameter.numel() : end].view(parameter.shape)
-        for parameter, end in zip(bucket, ends, strict=True)
+        flat[end - parameter.numel() : end].view(parameter.shape) for parameter, end in zip(bucket, ends, strict=True)
     ]
     for parameter, place in zip(bucket, places, strict=True):
         if parameter.grad is not None:

@@ -24,6 +24,7 @@ __all__ = [
     "Finish",
     "acc_dtype",
     "add_rows",
+    "cut_key_grads",
     "empty_local",
     "gather_keys",
     "put",
@@ -159,46 +160,63 @@ def _gather(
     return lambda: take(pending.wait(), route.order)
 
 
+def cut_key_grads(grad: Tensor, routes: Sequence[TokenRoute], dtype: torch.dtype) -> list[Tensor]:
+    """Cut the gradient of gathered rows by the rank that each row came from, in `dtype`.
+
+    A step of its own, so that the wide gradient can be dropped before room is made for what comes back.
+
+    Args:
+        grad: `[keys, B, ...]`.
+        routes: those of `gather_keys`.
+        dtype: what travels.
+    """
+    route = routes[-1]
+    if route.inverse is None:
+        return [piece.to(dtype) for piece in grad.split(list(route.received))]
+    ends = np.cumsum(route.received)
+    return [
+        take(grad, route.inverse[end - rows : end]).to(dtype)
+        for end, rows in zip(ends.tolist(), route.received, strict=True)
+    ]
+
+
 def return_key_grads(
-    grad: Tensor, routes: Sequence[TokenRoute], cp: ContextParallel, dtype: torch.dtype, kind: str, phase: Phase
+    pieces: list[Tensor], routes: Sequence[TokenRoute], cp: ContextParallel, kind: str, phase: Phase
 ) -> Callable[[], list[Tensor]]:
-    """Send each rank the gradient of the rows that it contributed, in `dtype`: a reduce-scatter up to its sum.
+    """Send each rank the gradient of the rows that it contributed: a reduce-scatter up to its sum.
 
     All-to-all of the contributions moves what a ring reduce-scatter moves, and leaves the sum to the receiver,
     who adds in rank order with one rounding: bitwise repeatable on every backend.
 
     Args:
-        grad: `[keys, B, ...]`, in the accumulation dtype where there is more than one route.
+        pieces: what `cut_key_grads` made.
         routes: those of `gather_keys`, taken backwards.
-        dtype: what travels.
 
     Returns:
         A closure that gives one contribution `[rows sent to p, B, ...]` per peer p, in rank order.
     """
     if cp.size == 1:
-        return lambda: [grad]  # nothing travels, so nothing is rounded to the wire's dtype either
-    first, *further = routes
-    for route in reversed(further):
-        arrived = grad.new_zeros(route.sent[cp.rank], *grad.shape[1:])
-        for rows, part in zip(route.send, _return(grad, route, cp, dtype, kind, phase)(), strict=True):
+        return lambda: pieces
+    for place in range(len(routes) - 1, 0, -1):
+        route, dtype = routes[place], pieces[0].dtype
+        arrived = pieces[0].new_zeros(route.sent[cp.rank], *pieces[0].shape[1:], dtype=acc_dtype(dtype))
+        for rows, part in zip(route.send, _return(pieces, route, cp, kind, phase)(), strict=True):
             if part.shape[0]:
                 add_rows(arrived, rows, part)
-        grad = arrived
-    return _return(grad, first, cp, dtype, kind, phase)
+        pieces = cut_key_grads(arrived, routes[:place], dtype)
+    return _return(pieces, routes[0], cp, kind, phase)
 
 
 def _return(
-    grad: Tensor, route: TokenRoute, cp: ContextParallel, dtype: torch.dtype, kind: str, phase: Phase
+    pieces: list[Tensor], route: TokenRoute, cp: ContextParallel, kind: str, phase: Phase
 ) -> Callable[[], list[Tensor]]:
-    pieces = _in_arrival_order(grad, route, dtype)
     pending = exchange_rows(pieces, route.sent, cp, kind=kind, phase=phase)
     return lambda: list(pending.wait().split(list(route.sent)))
 
 
-def _in_arrival_order(rows: Tensor, route: TokenRoute, dtype: torch.dtype | None = None) -> list[Tensor]:
+def _in_arrival_order(rows: Tensor, route: TokenRoute) -> list[Tensor]:
     """Final rows put back in order of arrival and cut by the rank that they came from."""
-    arrived = take(rows if dtype is None else rows.to(dtype), route.inverse)
-    return list(arrived.split(list(route.received)))
+    return list(take(rows, route.inverse).split(list(route.received)))
 
 
 def put(local: Tensor, rows: Rows, part: Tensor) -> None:

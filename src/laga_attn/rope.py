@@ -85,9 +85,7 @@ def _pair_with_turns(turns: float, scaling: RopeScaling, theta: float, dim: int)
     return dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
 
-def rope_cos_sin(
-    cfg: MLAConfig, positions: Tensor, *, dtype: torch.dtype = torch.float32
-) -> tuple[Tensor, Tensor]:
+def rope_cos_sin(cfg: MLAConfig, positions: Tensor, *, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
     """cos and sin of every rotary angle, times :attr:`RopeScaling.cos_sin_factor`.
 
     Args:

@@ -20,6 +20,7 @@ from functools import lru_cache
 from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from laga_attn.layout import Index, SequenceLayout
 from laga_attn.spans import Span
@@ -106,7 +107,9 @@ def route_tokens(
     between ranks of the same place in each Ulysses group, then inside the group.
     """
     if own_keys_apart and (ulysses_degree != 1 or window is not None):
-        raise ValueError(f"own keys stay apart only at ulysses_degree=1 without a window, got {ulysses_degree}, {window}")
+        raise ValueError(
+            f"own keys stay apart only at ulysses_degree=1 without a window, got {ulysses_degree}, {window}"
+        )
     size = layout.cp_size
     held = layout.rows_by_rank()
     tokens = [rows[rows >= 0] for rows in held]  # real tokens of each rank, ascending
@@ -150,7 +153,7 @@ def route_tokens(
     if own_keys_apart:
         own = KeySegment((), len(tokens[rank]), _spans(bounds, queries[mine], tokens[rank], causal, window))
         # Keys of other ranks lie before a run of queries or after it, never inside: no diagonal crosses them.
-        segments = (own, segment([p for p in range(size) if p != rank], causal=False))
+        segments: tuple[KeySegment, ...] = (own, segment([p for p in range(size) if p != rank], causal=False))
     else:
         segments = (segment(range(size), causal=causal),)
 
@@ -206,9 +209,7 @@ def _key_bounds(
     return start, stop, low, stop if causal else offsets[document + 1]
 
 
-def _visible(
-    layout: SequenceLayout, tokens: Index, causal: bool, window: int | None
-) -> tuple[Index, Index]:
+def _visible(layout: SequenceLayout, tokens: Index, causal: bool, window: int | None) -> tuple[Index, Index]:
     """Disjoint ascending intervals of the tokens that these queries see."""
     _, _, low, high = _key_bounds(layout, tokens, causal, window)
     if not len(low):
@@ -219,7 +220,7 @@ def _visible(
     return low[fresh], reach[last]
 
 
-def _within(tokens: Index, intervals: tuple[Index, Index]) -> Index:
+def _within(tokens: Index, intervals: tuple[Index, Index]) -> NDArray[np.bool_]:
     """Boolean mask of the tokens that lie in one of the intervals."""
     starts, stops = intervals
     if not len(starts):

@@ -47,7 +47,9 @@ class Span:
         if min(self.q_start, self.q_len, self.k_start, self.k_len) < 0:
             raise ValueError(f"{self} has a negative start or length: all four must be 0 or more")
         if self.window is not None and not self.causal:
-            raise ValueError(f"{self} has a window without causal=True: a window is counted back from the query's own key")
+            raise ValueError(
+                f"{self} has a window without causal=True: a window is counted back from the query's own key"
+            )
         if self.window is not None and self.window < 1:
             raise ValueError(f"{self} has window {self.window}: pass 1 or more, or None for no window")
 
@@ -68,9 +70,7 @@ class Span:
         blind = min(max(self.q_len - self.k_len, 0), self.q_len)  # their last visible key would lie before key 0
         q_len = self.q_len - blind
         unseen = 0 if self.window is None else min(max(self.k_len - q_len - self.window + 1, 0), self.k_len)
-        return Span(
-            self.q_start + blind, q_len, self.k_start + unseen, self.k_len - unseen, self.causal, self.window
-        )
+        return Span(self.q_start + blind, q_len, self.k_start + unseen, self.k_len - unseen, self.causal, self.window)
 
 
 def pack_spans(spans: Iterable[Span]) -> list[int]:

@@ -93,9 +93,7 @@ def _gradcheck_on_a_rank(ctx, scheme, degree):
     dout = layout.shard(inputs.dout, ctx.rank)
 
     def loss(tensors):
-        out = laga.latent_attention(
-            *tensors, layout=layout, cp=cp, scheme=scheme, qk_nope_head_dim=3, v_head_dim=2
-        )
+        out = laga.latent_attention(*tensors, layout=layout, cp=cp, scheme=scheme, qk_nope_head_dim=3, v_head_dim=2)
         total = (out * dout).sum()
         value = total.detach().clone()
         torch.distributed.all_reduce(value, group=ctx.group)

@@ -104,7 +104,10 @@ def test_all_ranks_issue_the_same_collectives_in_the_same_order(ranks, scheme, l
         run = Run(scheme=scheme, ulysses_degree=degree)
         orders = ranks(size).run(_collective_counts, CASE.with_(lengths=lengths, batch=1), run)
         assert all(order == orders[0] for order in orders)
-        assert orders[0].count(("latent_grad" if scheme != "explicit" else "key_value_grad", "all_to_all", "backward")) == 1
+        assert (
+            orders[0].count(("latent_grad" if scheme != "explicit" else "key_value_grad", "all_to_all", "backward"))
+            == 1
+        )
 
 
 def test_gathering_once_is_what_save_gathered_and_kv_buy(ranks):

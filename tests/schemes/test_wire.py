@@ -19,9 +19,7 @@ def attention(ctx, scheme, degree):
     shapes = ((1, s, HEADS, NOPE + ROPE), (1, s, RANK), (1, s, ROPE), (HEADS * (NOPE + V), RANK))
     leaves = [torch.randn(*shape, requires_grad=True) for shape in shapes]
     with laga.traffic() as t:
-        out = laga.latent_attention(
-            *leaves, layout=layout, cp=cp, scheme=scheme, qk_nope_head_dim=NOPE, v_head_dim=V
-        )
+        out = laga.latent_attention(*leaves, layout=layout, cp=cp, scheme=scheme, qk_nope_head_dim=NOPE, v_head_dim=V)
         out.backward(torch.ones_like(out))
     return t.sent(), t.received()
 

@@ -25,6 +25,7 @@ __all__ = [
     "ranks_by_hand",
     "torchrun",
     "wait_for_step",
+    "wait_until_replaced",
 ]
 
 Started = subprocess.Popen[str]
@@ -75,19 +76,27 @@ def ranks_by_hand(words: Sequence[str], size: int) -> Iterator[list[Started]]:
         ]
 
 
-def outcome(process: Started, timeout: float = 120.0) -> tuple[int, str, str]:
+def outcome(process: Started, timeout: float = 300.0) -> tuple[int, str, str]:
     """Wait for the end: exit status, stdout, stderr."""
     stdout, stderr = process.communicate(timeout=timeout)
     return process.returncode, stdout, stderr
 
 
-def wait_for_step(out: Path, step: int, process: Started, timeout: float = 90.0) -> None:
+def wait_for_step(out: Path, step: int, process: Started, timeout: float = 300.0) -> None:
     """Return once `step` steps are on record; fail if the process ends before."""
     path = out / "metrics.jsonl"
     deadline = time.monotonic() + timeout
     while not (path.exists() and len(read_metrics(path)) >= step):
         assert process.poll() is None, f"ended early:\n{process.communicate()}"
         assert time.monotonic() < deadline, f"step {step} was not reached in {timeout} s"
+        time.sleep(0.01)
+
+
+def wait_until_replaced(pid: int, killed: Sequence[int], timeout: float = 300.0) -> None:
+    """Return once none of the processes `killed` is left below `pid` and as many new ones have come."""
+    deadline = time.monotonic() + timeout
+    while len(now := children_of(pid)) < len(killed) or set(now) & set(killed):
+        assert time.monotonic() < deadline, f"the processes {killed} were not replaced in {timeout} s"
         time.sleep(0.01)
 
 

@@ -199,4 +199,4 @@ class HalfBackward:
         top = weights.amax(dim=1, keepdim=True)
         # Its score was log2(top) - offset from the centre; xlogy keeps 0 * log2(0) at 0.
         coarse = torch.special.xlogy(top, top).mul_(LOG2E).sub_(top.mul_(offset))
-        return coarse.abs_().amax().item() <= _COARSE
+        return bool(coarse.abs_().amax() <= _COARSE)

@@ -39,6 +39,7 @@ class _Kind:
     """What is worth knowing about an operator, found out once."""
 
     view: bool
+    new: bool  # returns storage that was not among its arguments
     collective: bool
     composite: bool  # a composition of operators, which the mode sees only where autograd is off
 
@@ -145,7 +146,7 @@ class Trace(TorchDispatchMode):
             self._record_collective(func, args, kwargs, result)
             return
         made = (result,) if isinstance(result, Tensor) else tensors_in((result,))
-        for tensor in made:
+        for tensor in made if kind.new else ():
             self.memory.watch(tensor, func)
         if self._inside:
             return  # the kernel counts as one operator
@@ -193,4 +194,5 @@ def _kind_of(func: Any) -> _Kind:
     composite = func.namespace == "aten" and torch._C._dispatch_has_kernel_for_dispatch_key(
         func.name(), "CompositeImplicitAutograd"
     )
-    return _Kind(view=func.is_view, collective=is_collective(func), composite=composite)
+    new = any(returned.alias_info is None for returned in func._schema.returns)
+    return _Kind(view=func.is_view, new=new, collective=is_collective(func), composite=composite)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from laga_attn.attention_plan import AttentionPlan, LatentDims
 from laga_attn.grid import ContextParallel
-from laga_attn.movement import acc_dtype, return_key_grads
+from laga_attn.movement import acc_dtype, cut_key_grads, return_key_grads
 from laga_attn.schemes.interface import Grads, Kept, Latents, Needs
 from laga_attn.schemes.latent import split_latent_grad, start_latents, sum_contributions, weight_rows
 from laga_attn.schemes.queries import OutputReturn, QueryGradReturn, send_output_grads, send_queries
@@ -93,9 +93,12 @@ def backward(
 
     d_c_kv, d_k_rope = None, None
     if needs.latent:
-        contributions = return_key_grads(d_latent, plan.routing.keys.routes, cp, c_kv.dtype, "latent_grad", "backward")()
+        routes = plan.routing.keys.routes
+        pieces = cut_key_grads(d_latent, routes, c_kv.dtype)
         d_own = d_latent.new_zeros(plan.routing.real_len, *d_latent.shape[1:])
-        d_own = sum_contributions(contributions, plan.routing.keys.routes[0], d_own)
+        del d_latent, latent, k, v
+        contributions = return_key_grads(pieces, routes, cp, "latent_grad", "backward")()
+        d_own = sum_contributions(contributions, routes[0], d_own)
         d_c_kv, d_k_rope = split_latent_grad(d_own, plan, c_kv.dtype)
     d_query = returning.finish() if returning else None
     return Grads(d_query, d_c_kv, d_k_rope, d_weight if needs.weight else None)

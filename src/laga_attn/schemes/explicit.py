@@ -11,7 +11,7 @@ from torch import Tensor
 
 from laga_attn.attention_plan import AttentionPlan
 from laga_attn.grid import ContextParallel
-from laga_attn.movement import acc_dtype, add_rows, gather_keys, return_key_grads
+from laga_attn.movement import acc_dtype, add_rows, cut_key_grads, gather_keys, return_key_grads
 from laga_attn.schemes.interface import Grads, Kept, Latents, Needs
 from laga_attn.schemes.latent import expand_kv, fold_kv_grads, join_latent, split_latent_grad, weight_rows
 from laga_attn.schemes.queries import OutputReturn, QueryGradReturn, send_output_grads, send_queries
@@ -55,9 +55,7 @@ def backward(
         kv = _exchange_kv(c_kv, k_rope, weight, plan, cp, "backward")
     own_dout, delta = finish_dout()
     k, v = kv.transpose(0, 1).split([plan.dims.qk_head_dim, plan.dims.v_head_dim], dim=-1)
-    dq, dk, dv = plan.kernel.backward(
-        own_dout, delta, query, k, v, lse, plan.routing.keys.spans, plan.softmax_scale
-    )
+    dq, dk, dv = plan.kernel.backward(own_dout, delta, query, k, v, lse, plan.routing.keys.spans, plan.softmax_scale)
     del own_dout, kv, k, v
     returning = QueryGradReturn(dout, plan, cp) if needs.query else None
     if returning:
@@ -67,8 +65,10 @@ def backward(
     if needs.latent or needs.weight:
         dkv = torch.cat([dk, dv], dim=-1).transpose(0, 1)  # [keys, B, h, Dqk + Dv]
         del dk, dv
-        contributions = return_key_grads(dkv, plan.routing.keys.routes, cp, c_kv.dtype, "key_value_grad", "backward")
+        pieces = cut_key_grads(dkv, plan.routing.keys.routes, c_kv.dtype)
         del dkv
+        contributions = return_key_grads(pieces, plan.routing.keys.routes, cp, "key_value_grad", "backward")
+        del pieces
         d_c_kv, d_k_rope, d_weight = _fold(_sum_by_heads(contributions(), plan), c_kv, k_rope, weight, plan)
     return Grads(
         returning.finish() if returning else None,

@@ -15,7 +15,7 @@ from torch import Tensor
 from laga_attn.attention_plan import AttentionPlan
 from laga_attn.grid import ContextParallel
 from laga_attn.kernels import merge_partials
-from laga_attn.movement import acc_dtype, return_key_grads
+from laga_attn.movement import acc_dtype, cut_key_grads, return_key_grads
 from laga_attn.schemes.interface import Grads, Kept, Latents, Needs
 from laga_attn.schemes.latent import (
     expand_kv,
@@ -94,9 +94,10 @@ def backward(
     # Two segments add to one weight gradient, so it is summed in the accumulation dtype.
     d_weight = torch.zeros_like(weight, dtype=acc if len(segments) > 1 else None)
     own_d_weight = d_weight[weight_rows(plan.heads, dims)]
-    d_latents = [
-        c_kv.new_zeros(segment.num_keys, c_kv.shape[0], dims.latent_dim, dtype=acc) for segment in segments
-    ]
+    d_latents = {
+        number: c_kv.new_zeros(segment.num_keys, c_kv.shape[0], dims.latent_dim, dtype=acc)
+        for number, segment in enumerate(segments)
+    }
     returning = QueryGradReturn(dout, plan, cp) if needs.query else None
     own_grads: dict[int, tuple[Tensor, Tensor]] = {}
     dq_parts: dict[int, Tensor] = {}
@@ -130,12 +131,18 @@ def backward(
         routes = segments[segment].routes
         finished = all(later.segment != segment for later in order[place + 1 :])
         if needs.latent and routes and finished:
-            finish_d_latent = return_key_grads(d_latents[segment], routes, cp, c_kv.dtype, "latent_grad", "backward")
+            pieces = cut_key_grads(d_latents.pop(segment), routes, c_kv.dtype)
+            del latent
+            latents[segment] = _used_up
+            finish_d_latent = return_key_grads(pieces, routes, cp, "latent_grad", "backward")
+            del pieces
 
     d_c_kv, d_k_rope = None, None
     if finish_d_latent is not None:
-        d_own = d_latents[0] if len(segments) > 1 else c_kv.new_zeros(
-            plan.routing.real_len, c_kv.shape[0], dims.latent_dim, dtype=acc
+        d_own = (
+            d_latents[0]
+            if len(segments) > 1
+            else c_kv.new_zeros(plan.routing.real_len, c_kv.shape[0], dims.latent_dim, dtype=acc)
         )
         d_own = sum_contributions(finish_d_latent(), segments[-1].routes[0], d_own)
         d_c_kv, d_k_rope = split_latent_grad(d_own, plan, c_kv.dtype)
@@ -162,10 +169,16 @@ def _backward_order(plan: AttentionPlan, gathered: bool) -> list[Work]:
     return own[:before] + [Work(1, group) for group in groups] + own[before:]
 
 
+def _used_up() -> Tensor:
+    raise AssertionError("a segment's latent is needed after its gradient has left")
+
+
 def _rebuild(latent: Tensor, own_weight: Tensor, group: slice, plan: AttentionPlan) -> Tensor:
     """K and V of a head group, `[keys, B, hg, Dqk + Dv]`."""
     return expand_kv(latent, own_weight[weight_rows(group, plan.dims)], plan.dims)
 
 
-def _split_kv(kv: Tensor, plan: AttentionPlan) -> tuple[Tensor, ...]:
-    return kv.transpose(0, 1).split([plan.dims.qk_head_dim, plan.dims.v_head_dim], dim=-1)
+def _split_kv(kv: Tensor, plan: AttentionPlan) -> tuple[Tensor, Tensor]:
+    """Views `[B, keys, hg, Dqk]` and `[B, keys, hg, Dv]`."""
+    by_batch = kv.transpose(0, 1)
+    return by_batch[..., : plan.dims.qk_head_dim], by_batch[..., plan.dims.qk_head_dim :]

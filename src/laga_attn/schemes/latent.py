@@ -30,6 +30,8 @@ __all__ = [
     "weight_rows",
 ]
 
+_FOLD_ROWS, _FOLD_CHUNKS = 4096, 16  # keys in a chunk: full-speed GEMMs, and few enough to trace a long sequence
+
 
 def weight_rows(heads: slice, dims: LatentDims) -> slice:
     """The rows of `kv_b_proj.weight` that belong to these heads."""
@@ -90,10 +92,10 @@ def expand_kv(latent: Tensor, weight: Tensor, dims: LatentDims) -> Tensor:
     return kv
 
 
-def fold_kv_grads(
-    dk: Tensor, dv: Tensor, latent: Tensor, weight: Tensor, dims: LatentDims, d_latent: Tensor
-) -> Tensor:
+def fold_kv_grads(dk: Tensor, dv: Tensor, latent: Tensor, weight: Tensor, dims: LatentDims, d_latent: Tensor) -> Tensor:
     """Fold the gradients of a head group's K and V into the latents' and return the weight's.
+
+    Works through the keys in chunks, so that what it needs beside its arguments stays small.
 
     Args:
         dk, dv: `[S, B, h, nope + rope]` and `[S, B, h, v]`.
@@ -102,13 +104,17 @@ def fold_kv_grads(
         d_latent: `[S, B, r + dr]` in the accumulation dtype, added to.
 
     Returns:
-        The gradient of `weight`, in its dtype.
+        The gradient of `weight`, in the accumulation dtype.
     """
     nope, rank = dims.qk_nope_head_dim, dims.kv_lora_rank
-    d_up = torch.cat([dk[..., :nope], dv], dim=-1).flatten(2).flatten(0, 1)  # [S*B, h*(nope+v)]
-    d_latent[..., :rank] += (d_up @ weight).view(*latent.shape[:2], rank)
-    d_latent[..., rank:] += dk[..., nope:].sum(dim=2, dtype=d_latent.dtype)
-    return d_up.t() @ latent[..., :rank].flatten(0, 1)
+    d_weight = weight.new_zeros(weight.shape, dtype=d_latent.dtype)
+    chunk = max(_FOLD_ROWS, -(-latent.shape[0] // _FOLD_CHUNKS))
+    for keys in (slice(first, first + chunk) for first in range(0, latent.shape[0], chunk)):
+        d_up = torch.cat([dk[keys, ..., :nope], dv[keys]], dim=-1).flatten(2).flatten(0, 1)  # [S*B, h*(nope+v)]
+        d_latent[keys, :, :rank] += (d_up @ weight).unflatten(0, (-1, latent.shape[1]))
+        d_latent[keys, :, rank:] += dk[keys, ..., nope:].sum(dim=2, dtype=d_latent.dtype)
+        d_weight += d_up.t() @ latent[keys, :, :rank].flatten(0, 1)
+    return d_weight
 
 
 def sum_contributions(contributions: list[Tensor], route: TokenRoute, total: Tensor) -> Tensor:

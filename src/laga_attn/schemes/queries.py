@@ -29,7 +29,9 @@ class OutputReturn:
     def __init__(self, q: Tensor, plan: AttentionPlan, cp: ContextParallel) -> None:
         self._plan, self._cp = plan, cp
         self._out = empty_local(q, plan.routing, plan.dims.num_heads, plan.dims.v_head_dim)
-        self._lse = empty_local(q, plan.routing, plan.dims.num_heads, 1, acc_dtype(q.dtype)) if plan.return_lse else None
+        self._lse = (
+            empty_local(q, plan.routing, plan.dims.num_heads, 1, acc_dtype(q.dtype)) if plan.return_lse else None
+        )
         self._finish: list[Callable[[], None]] = []
 
     def start(self, group: slice, out: Tensor, lse: Tensor) -> None:
@@ -47,9 +49,7 @@ class OutputReturn:
 
     def _send(self, x: Tensor, local: Tensor, group: slice, kind: str) -> None:
         plan = self._plan
-        self._finish.append(
-            return_heads(x, local, group, plan.routing, self._cp, plan.ulysses_degree, kind, "forward")
-        )
+        self._finish.append(return_heads(x, local, group, plan.routing, self._cp, plan.ulysses_degree, kind, "forward"))
 
 
 def send_output_grads(
@@ -68,6 +68,7 @@ def send_output_grads(
         delta -= dlse.transpose(1, 2)
     routing, degree = plan.routing, plan.ulysses_degree
     width = dout.shape[-1]
+    tensors: tuple[Tensor, ...]
     if degree == 1:
         tensors = (dout, delta.unsqueeze(-1))
     else:  # one message for both: delta's bytes ride along as elements of dout's dtype
@@ -101,9 +102,7 @@ class QueryGradReturn:
         """Send home one group's `[B, queries, hg, D]`."""
         plan = self._plan
         self._finish.append(
-            return_heads(
-                dq, self._dq, group, plan.routing, self._cp, plan.ulysses_degree, "query_grad", "backward"
-            )
+            return_heads(dq, self._dq, group, plan.routing, self._cp, plan.ulysses_degree, "query_grad", "backward")
         )
 
     def finish(self) -> Tensor:

@@ -1,0 +1,36 @@
+"""The exchanges of a step alone: the same collectives with the same sizes, and nothing to compute in between."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from laga_attn.collectives import all_gather_rows, exchange_rows
+from laga_attn.grid import ContextParallel
+from laga_attn.traffic import Record
+
+__all__ = ["Exchanges"]
+
+
+class Exchanges:
+    """Repeats what a ledger recorded, one collective after the other.
+
+    Args:
+        records: of one step, from `laga_attn.traffic`; all ranks bring those of the same step.
+        cp: the ranks.
+    """
+
+    def __init__(self, records: Sequence[Record], cp: ContextParallel) -> None:
+        self._records, self._cp = list(records), cp
+        largest = max((size for r in records for size in r.sent_to), default=0)
+        self._payload = torch.zeros(largest, dtype=torch.uint8)
+
+    def __call__(self) -> None:
+        for record in self._records:
+            if record.op == "all_gather":
+                pending = all_gather_rows(self._payload[: max(record.sent_to)], self._cp, kind=record.kind, phase=record.phase)
+            else:
+                send = [self._payload[:size] for size in record.sent_to]
+                pending = exchange_rows(send, record.received_from, self._cp, kind=record.kind, phase=record.phase)
+            pending.wait()
