@@ -1,4 +1,4 @@
-"""The oracle: MLA attention on the whole sequence, in one process, by plain autograd. Shares no code with the library."""
+"""The oracle: MLA attention on the whole sequence in one process by plain autograd; no code of the library in it."""
 
 from __future__ import annotations
 

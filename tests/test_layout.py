@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -145,7 +147,7 @@ def test_labels_are_the_next_token_of_the_same_document(layout, batch):
     shards = [layout.shard_lm(tokens, rank, pad_token=3) for rank in range(layout.cp_size)]
     labels = layout.unshard([shard.labels for shard in shards])
     offsets = layout.cu_seqlens
-    for start, stop in zip(offsets, offsets[1:], strict=False):
+    for start, stop in itertools.pairwise(offsets):
         if stop > start:
             assert torch.equal(labels[:, start : stop - 1], tokens[:, start + 1 : stop])
             assert (labels[:, stop - 1] == -100).all()
@@ -216,7 +218,7 @@ BAD = [
     (lambda: SequenceLayout.packed([0, 5], 2, cu_seqlens_padded=[0, 6]), "padded length 6.*multiple of 4.*pad it to 8"),
     (lambda: SequenceLayout.packed([0, 5], 2, cu_seqlens_padded=[0, 4]), "0 <= length <= padded length"),
     (lambda: SequenceLayout.packed([0, 5], 2, cu_seqlens_padded=[0, 4, 8]), "1 lengths and 2 padded"),
-    (lambda: SequenceLayout.zigzag(10, 2).shard(torch.ones(1, 9), 0), "9 tokens along dim 1.*holds 10 \\(12 with pads\\)"),
+    (lambda: SequenceLayout.zigzag(10, 2).shard(torch.ones(1, 9), 0), "9 tokens.*holds 10 \\(12 with pads\\)"),
     (lambda: SequenceLayout.zigzag(8, 2).shard(torch.ones(1, 8), 2), "rank 2 is outside this layout's 2 ranks"),
     (lambda: SequenceLayout.zigzag(8, 2).unshard([torch.ones(1, 4)]), "all 2 ranks in rank order, got 1"),
     (lambda: SequenceLayout.zigzag(8, 2).unshard([torch.ones(1, 4), torch.ones(1, 3)]), "rank 1 has 3 rows"),

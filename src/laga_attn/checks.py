@@ -182,7 +182,7 @@ def _check_kinds(call: Call) -> Iterator[str]:
         yield f"all tensors must be on one device, got {', '.join(f'{n} on {d}' for n, d in devices.items())}"
     for name, tensor in call.tensors().items():
         if type(tensor).__name__ == "DTensor":
-            yield f"{name} is a DTensor; pass the local tensor (tensor.to_local(), or full_tensor() for a sharded weight)"
+            yield f"{name} is a DTensor; pass a plain tensor: to_local(), or full_tensor() of a sharded weight"
 
 
 def _check_options(call: Call) -> Iterator[str]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Literal, NamedTuple, get_args
 
 import numpy as np
@@ -284,7 +284,7 @@ def _lengths(offsets: Sequence[int] | Tensor, name: str) -> tuple[int, ...]:
     values = offsets.tolist() if isinstance(offsets, Tensor) else [int(value) for value in offsets]
     if isinstance(offsets, Tensor) and (offsets.ndim != 1 or offsets.is_floating_point()):
         raise ValueError(f"{name} must be a 1-D integer tensor, got {offsets.dtype} of shape {list(offsets.shape)}")
-    lengths = tuple(after - before for before, after in zip(values, values[1:], strict=False))
+    lengths = tuple(after - before for before, after in pairwise(values))
     if len(values) < 2 or values[0] != 0 or min(lengths) < 0:
         raise ValueError(f"{name} must start at 0, never decrease and hold n + 1 offsets, got {values[:8]}")
     return lengths

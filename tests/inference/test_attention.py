@@ -70,7 +70,7 @@ def test_ulysses_groups_exchange_heads_in_prefill(ranks, size, degree):
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("workspace", [9000, 12000, 100_000])
+@pytest.mark.parametrize("workspace", [15_000, 20_000, 100_000])
 def test_small_workspaces_only_mean_more_blocks(ranks, size, workspace):
     setup = Setup(lengths=(120,), options={"workspace": workspace})
     outs = run_on(ranks(size), setup, [{0: 50}, {0: 3}, {0: 60}, {0: 7}])

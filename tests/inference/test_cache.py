@@ -330,7 +330,7 @@ def test_wrong_calls_of_attend_say_what_is_wrong(changes, message):
 
 
 def test_chunks_beyond_the_workspace_are_refused_with_the_chunk_that_fits():
-    setup = Setup(lengths=(200,), options={"workspace": 6000})
+    setup = Setup(lengths=(200,), options={"workspace": 12_000})
     cache = open_cache(RankContext(0, 1, None), setup)  # type: ignore[arg-type]
     sequence = cache.add()
     with pytest.raises(ValueError, match="chunks of at most 50 tokens"):

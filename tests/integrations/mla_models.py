@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,7 +20,7 @@ VOCAB = 64
 _DENSE = {
     "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 16,
-    "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6, "head_dim": 4, "max_position_embeddings": 64,
+    "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6, "max_position_embeddings": 64,
     "pad_token_id": None, "bos_token_id": None, "eos_token_id": None,
 }  # fmt: skip
 _MOE = _DENSE | {
@@ -51,7 +52,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "mistral4": _MOE | {"rope_parameters": _YARN | {"llama_4_scaling_beta": 0.1}},
     "longcat_flash": _DENSE
     | {"num_layers": 2, "ffn_hidden_size": 48, "expert_ffn_hidden_size": 16, "moe_topk": 2, "zero_expert_num": 2}
-    | {"n_routed_experts": 4},
+    | {"n_routed_experts": 4, "head_dim": 4},
 }
 
 
@@ -59,7 +60,7 @@ def build(name: str = "deepseek_v3", dtype: torch.dtype = torch.float64, **chang
     """The causal LM of `MODELS[name]`: the same weights in every process, large enough that attention matters."""
     from transformers import AutoConfig, AutoModelForCausalLM, Mistral4ForCausalLM
 
-    config = AutoConfig.for_model(name.split()[0], **(MODELS[name] | changes))
+    config = AutoConfig.for_model(name.split()[0], **copy.deepcopy(MODELS[name] | changes))
     config._experts_implementation = "eager"  # the grouped one has no fp64
     torch.manual_seed(0)
     automatic = config.model_type != "mistral4"

@@ -42,7 +42,7 @@ def test_no_save_policy_changes_the_numbers(ranks, scheme, save, size, degree):
         assert_matches(run_on(ranks(size), case, run), expected, rel=EXACT, name=f"{run}")
 
 
-@pytest.mark.parametrize("scheme", (*SCHEMES, "auto"))
+@pytest.mark.parametrize("scheme", [*SCHEMES, "auto"])
 @pytest.mark.parametrize(("size", "degree"), [(1, None), (2, 2), (3, 1), (4, 2)])
 def test_batches_without_lse_gradient(ranks, scheme, size, degree):
     case = Case(lengths=(19,), batch=3)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from typing import Final
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -14,17 +13,18 @@ from torch import Tensor
 
 __all__ = ["Gemm", "fastest_gemm"]
 
-_SIZE: Final = 2048
-_REPEAT: Final = 3
+_LARGEST: Final = 2048
+_SIZES: Final = (_LARGEST, 1024, 512)  # the smaller ones fit in caches
+_REPEAT: Final = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Gemm:
-    """A square product to be timed like any other contestant.
+    """Square products, to be timed like any other contestant.
 
     Attributes:
-        how: the operator that does it.
-        flops: of one call, on one rank.
+        how: size and operator.
+        flops: of one step, on one rank.
     """
 
     how: str
@@ -32,29 +32,41 @@ class Gemm:
     step: Callable[[], object]
 
 
-def fastest_gemm(dtype: torch.dtype, size: int = _SIZE) -> Gemm:
-    """Time every operator that multiplies two `[size, size]` matrices, and keep the one that is fastest on all ranks.
+def fastest_gemm(dtype: torch.dtype, sizes: tuple[int, ...] = _SIZES) -> Gemm:
+    """Time products of several sizes by every operator that does them; keep what is fastest on all ranks.
 
     Collective over the default process group: threads of all ranks compete for the machine as they do in attention.
     """
-    a, b = (torch.randn(size, size).to(dtype) for _ in range(2))
-    steps = _operators(a, b)
-    seconds = torch.tensor([_best_seconds(step) for step in steps.values()], dtype=torch.float64)
+    candidates = [
+        Gemm(f"{name} of {size} x {size} matrices", 2 * calls * size**3, _repeated(operator, size, dtype, calls))
+        for size in sizes
+        for name, operator in _operators(dtype).items()
+        for calls in [(max(sizes) // size) ** 3]  # the same FLOPs in every candidate
+    ]
+    seconds = torch.tensor([_best_seconds(candidate.step) for candidate in candidates], dtype=torch.float64)
     dist.all_reduce(seconds, dist.ReduceOp.MAX)
-    how = list(steps)[int(seconds.argmin())]
-    return Gemm(how, 2 * size**3, steps[how])
+    return candidates[int(seconds.argmin())]
 
 
-def _operators(a: Tensor, b: Tensor) -> dict[str, Callable[[], object]]:
-    steps: dict[str, Callable[[], object]] = {"torch.mm": partial(torch.mm, a, b, out=torch.empty_like(a))}
+def _operators(dtype: torch.dtype) -> dict[str, Callable[[Tensor, Tensor], Any]]:
+    operators: dict[str, Callable[[Tensor, Tensor], Any]] = {"torch.mm": torch.mm}
     # On some CPUs the default library reaches only half of what oneDNN does in fp32; the peak is the peak.
-    if a.dtype == torch.float32 and torch.backends.mkldnn.is_available():
-        steps["oneDNN linear"] = partial(torch.ops.mkldnn._linear_pointwise, a, b, None, "none", [], "")
-    return steps
+    if dtype == torch.float32 and torch.backends.mkldnn.is_available():
+        operators["oneDNN"] = lambda a, b: torch.ops.mkldnn._linear_pointwise(a, b, None, "none", [], "")
+    return operators
+
+
+def _repeated(operator: Callable[[Tensor, Tensor], Any], size: int, dtype: torch.dtype, calls: int) -> Callable[[], None]:
+    a, b = (torch.randn(size, size).to(dtype) for _ in range(2))
+
+    def step() -> None:
+        for _ in range(calls):
+            operator(a, b)
+
+    return step
 
 
 def _best_seconds(step: Callable[[], object]) -> float:
-    step()
     best = float("inf")
     for _ in range(_REPEAT):
         dist.barrier()

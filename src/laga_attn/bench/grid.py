@@ -9,7 +9,8 @@ from typing import Final
 import torch
 
 from laga_attn.attention_plan import SAVE_POLICIES, SCHEMES, LatentDims
-from laga_attn.auto import legal_degrees
+from laga_attn.auto import choose, legal_degrees
+from laga_attn.layout import SequenceLayout
 from laga_attn.train.errors import UsageError
 
 __all__ = ["DTYPES", "PRESETS", "Cell", "Grid", "Variant", "baseline_of", "preset"]
@@ -47,6 +48,10 @@ class Cell:
         dims = self.dims
         return 2 * pairs * self.num_heads * (4 * dims.qk_head_dim + 3 * dims.v_head_dim)
 
+    @property
+    def layout(self) -> SequenceLayout:
+        return SequenceLayout.zigzag(self.seq_len, self.ranks)
+
     def __str__(self) -> str:
         return f"P={self.ranks} S={self.seq_len} H={self.num_heads} {self.dtype}"
 
@@ -59,11 +64,13 @@ class Variant:
     ulysses_degree: int | None
     save: str
 
-    @property
-    def name(self) -> str:
-        if self.ulysses_degree is None:
-            return self.scheme
-        return f"{self.scheme} U={self.ulysses_degree} {self.save}"
+    def name_in(self, cell: Cell) -> str:
+        """What reports call it; of `"auto"` also what it comes to in this cell."""
+        if self.ulysses_degree is not None:
+            return f"{self.scheme} U={self.ulysses_degree} {self.save}"
+        itemsize = DTYPES[cell.dtype].itemsize
+        scheme, degree = choose(cell.dims, cell.layout.local_len, cell.ranks, causal=True, itemsize=itemsize)
+        return f"auto ({scheme} U={degree})"
 
 
 def baseline_of(cell: Cell) -> Variant:

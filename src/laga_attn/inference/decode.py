@@ -19,6 +19,7 @@ from torch import Tensor
 from laga_attn.inference.call import StepCall
 from laga_attn.inference.merging import Partial, cheapest, gather_heads, head_share, merge
 from laga_attn.inference.running import RunningAttention
+from laga_attn.inference.workspace import pages_within
 from laga_attn.layout import Index
 from laga_attn.spans import Span
 
@@ -86,7 +87,7 @@ def _attend_own_part(absorbed: Tensor, call: StepCall) -> Partial:
     rank, cache = call.dims.kv_lora_rank, call.cache
     queries = absorbed.view(1, tokens * heads, 1, -1)
     running = RunningAttention(tokens * heads, 1, rank, absorbed)
-    limit = max(1, call.workspace // (cache.page_size * call.dims.latent_dim * absorbed.element_size()))
+    limit = pages_within(call.workspace, call.dims, absorbed.element_size(), cache.page_size)
     for parts in (*_common_parts(call, limit), *_causal_parts(call)):
         first = min(part.seen[0][0] for part in parts)
         last = max(part.seen[-1][0] + part.seen[-1][1] for part in parts)

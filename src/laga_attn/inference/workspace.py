@@ -1,4 +1,9 @@
-"""How much of the context is gathered and rebuilt at a time: from a byte budget."""
+"""How much of the context is worked on at a time: from a byte budget.
+
+What is counted: rows on their way, rows picked from pages, latents in the dtype of queries, rebuilt K and V, and the
+copies of one head's keys and values that kernels make in the accumulation dtype. A kernel's tile of scores is not; its
+size does not depend on the context.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +12,7 @@ from typing import Final
 
 from laga_attn.attention_plan import LatentDims
 
-__all__ = ["WORKSPACE", "Blocks", "blocks_within", "longest_chunk"]
+__all__ = ["WORKSPACE", "Blocks", "blocks_within", "longest_chunk", "pages_within"]
 
 WORKSPACE: Final = 2**28
 """Bytes of buffers by default: enough for full-speed matrix products, small beside a model."""
@@ -18,7 +23,7 @@ _ENOUGH = 1024
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """How the context is worked off: tokens gathered at a time (from all ranks), heads rebuilt at a time."""
+    """How prefill works off the context: tokens gathered at a time (from all ranks), heads rebuilt at a time."""
 
     tokens: int
     head_group: int
@@ -39,9 +44,9 @@ def blocks_within(
     """
 
     def per_token(head_group: int) -> int:
-        # Two blocks of rows at a time, one in use and one arriving, each of them perhaps packed to be sent; then the
-        # latents, and K and V of the head group.
-        return 4 * row_bytes + (dims.latent_dim + head_group * dims.kv_head_dim) * itemsize
+        # Two blocks of rows at a time, one in use and one arriving, each of them perhaps packed to be sent.
+        rebuilt = head_group * dims.kv_head_dim * itemsize + dims.kv_head_dim * _acc_bytes(itemsize)
+        return 4 * row_bytes + dims.latent_dim * itemsize + rebuilt
 
     spare = 2 * page_size * row_bytes  # rows are picked by whole pages
     head_group = max(1, heads // 8)
@@ -58,4 +63,14 @@ def blocks_within(
 
 def longest_chunk(budget: int, dims: LatentDims, itemsize: int) -> int:
     """The most split tokens in a step: those whose K and V of one head take `budget` bytes."""
-    return budget // (dims.kv_head_dim * itemsize)
+    return budget // (dims.kv_head_dim * (itemsize + _acc_bytes(itemsize)))
+
+
+def pages_within(budget: int, dims: LatentDims, itemsize: int, page_size: int) -> int:
+    """Pages that absorbed attention reads at a time; at least one."""
+    copies = (dims.latent_dim + dims.kv_lora_rank) * _acc_bytes(itemsize)
+    return max(1, budget // (page_size * (dims.latent_dim * itemsize + copies)))
+
+
+def _acc_bytes(itemsize: int) -> int:
+    return max(4, itemsize)

@@ -59,7 +59,7 @@ def backward(
     del own_dout, kv, k, v
     returning = QueryGradReturn(dout, plan, cp) if needs.query else None
     if returning:
-        returning.start(all_heads, dq)
+        returning.add(all_heads, dq)
     del dq
     d_c_kv, d_k_rope, d_weight = None, None, None
     if needs.latent or needs.weight:

@@ -7,7 +7,9 @@ queries, outputs and their gradients travel group by group, and where the rank's
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -82,72 +84,94 @@ def backward(
     dout: Tensor, dlse: Tensor | None, kept: Kept, needs: Needs, plan: AttentionPlan, cp: ContextParallel
 ) -> Grads:
     """Gather the latent again unless it was kept, rebuild group by group, fold dK and dV at once."""
-    dims, groups, segments = plan.dims, plan.own_head_groups(), plan.routing.segments
+    groups, segments = plan.own_head_groups(), plan.routing.segments
     c_kv, out, k_rope, weight, gathered, *by_group = kept
     queries, lses = by_group[: len(groups)], by_group[len(groups) : 2 * len(groups)]
-    kept_kv = dict(zip(_forward_order(plan), by_group[2 * len(groups) :], strict=bool(by_group[2 * len(groups) :])))
+    kept_kv = dict(zip(_forward_order(plan), by_group[2 * len(groups) :], strict=False))
     latents = start_latents(c_kv, k_rope, plan.routing, cp, "backward", gathered)
-    arriving = send_output_grads(dout, dlse, out, groups, plan, cp)
+    arriving: list[Callable[[], tuple[Tensor, Tensor]]] = [
+        cache(arrive) for arrive in send_output_grads(dout, dlse, out, groups, plan, cp)
+    ]
 
-    acc = acc_dtype(c_kv.dtype)
-    own_weight = weight[weight_rows(plan.heads, dims)]
-    # Two segments add to one weight gradient, so it is summed in the accumulation dtype.
-    d_weight = torch.zeros_like(weight, dtype=acc if len(segments) > 1 else None)
-    own_d_weight = d_weight[weight_rows(plan.heads, dims)]
-    d_latents = {
-        number: c_kv.new_zeros(segment.num_keys, c_kv.shape[0], dims.latent_dim, dtype=acc)
-        for number, segment in enumerate(segments)
-    }
-    returning = QueryGradReturn(dout, plan, cp) if needs.query else None
-    own_grads: dict[int, tuple[Tensor, Tensor]] = {}
-    dq_parts: dict[int, Tensor] = {}
+    key_grads = _KeyGrads(latents, weight, plan, cp)
+    query_grads = QueryGradReturn(dout, plan, cp) if needs.query else None
     order = _backward_order(plan, gathered is not None)
-    finish_d_latent = None
+    last_of_group = {work.group: place for place, work in enumerate(order)}
+    last_of_segment = {work.segment: place for place, work in enumerate(order)}
     for place, work in enumerate(order):
         segment, group = work
-        rows = weight_rows(groups[group], dims)
-        latent = latents[segment]()
-        kv = kept_kv[work] if kept_kv else _rebuild(latent, own_weight, groups[group], plan)
+        kv = kept_kv[work] if kept_kv else _rebuild(latents[segment](), key_grads.own_weight, groups[group], plan)
         k, v = _split_kv(kv, plan)
-        if group not in own_grads:
-            own_grads[group] = arriving[group]()
-        own_dout, delta = own_grads[group]
+        own_dout, delta = arriving[group]()
         dq, dk, dv = plan.kernel.backward(
             own_dout, delta, queries[group], k, v, lses[group], segments[segment].spans, plan.softmax_scale
         )
-        del kv, k, v, own_dout
-        dq = dq_parts.pop(group).add_(dq) if group in dq_parts else dq
-        if any(later.group == group for later in order[place + 1 :]):
-            dq_parts[group] = dq
-        else:
-            del own_grads[group]
-            if returning:
-                returning.start(groups[group], dq)
+        del kv, k, v, own_dout, delta
+        finished = last_of_group[group] == place
+        if query_grads:
+            query_grads.add(groups[group], dq, finished)
+        if finished:
+            arriving[group] = _used_up
         if needs.latent or needs.weight:
-            own_d_weight[rows] += fold_kv_grads(
-                dk.transpose(0, 1), dv.transpose(0, 1), latent, own_weight[rows], dims, d_latents[segment]
-            )
+            key_grads.add(segment, groups[group], dk, dv)
         del dq, dk, dv
-        routes = segments[segment].routes
-        finished = all(later.segment != segment for later in order[place + 1 :])
-        if needs.latent and routes and finished:
-            pieces = cut_key_grads(d_latents.pop(segment), routes, c_kv.dtype)
-            del latent
-            latents[segment] = _used_up
-            finish_d_latent = return_key_grads(pieces, routes, cp, "latent_grad", "backward")
-            del pieces
+        if needs.latent and last_of_segment[segment] == place:
+            key_grads.send(segment)
+    d_c_kv, d_k_rope = key_grads.finish() if needs.latent else (None, None)
+    d_query = query_grads.finish() if query_grads else None
+    return Grads(d_query, d_c_kv, d_k_rope, key_grads.weight_grad() if needs.weight else None)
 
-    d_c_kv, d_k_rope = None, None
-    if finish_d_latent is not None:
-        d_own = (
-            d_latents[0]
-            if len(segments) > 1
-            else c_kv.new_zeros(plan.routing.real_len, c_kv.shape[0], dims.latent_dim, dtype=acc)
+
+class _KeyGrads:
+    """Sums the gradients of all keys' latents and of the rank's rows of the weight, and sends the former home."""
+
+    def __init__(self, latents: Latents, weight: Tensor, plan: AttentionPlan, cp: ContextParallel) -> None:
+        self._latents, self._weight, self._plan, self._cp = latents, weight, plan, cp
+        self.own_weight = weight[weight_rows(plan.heads, plan.dims)]
+        self._d_own_weight = torch.zeros_like(self.own_weight, dtype=acc_dtype(weight.dtype))
+        self._d_latents: dict[int, Tensor] = {}
+        self._contributions: Callable[[], list[Tensor]] | None = None
+
+    def add(self, segment: int, group: slice, dk: Tensor, dv: Tensor) -> None:
+        """Fold in a head group's `[B, keys, hg, Dqk]` and `[B, keys, hg, Dv]`."""
+        latent, rows = self._latents[segment](), weight_rows(group, self._plan.dims)
+        if segment not in self._d_latents:
+            self._d_latents[segment] = torch.zeros_like(latent, dtype=acc_dtype(latent.dtype))
+        self._d_own_weight[rows] += fold_kv_grads(
+            dk.transpose(0, 1),
+            dv.transpose(0, 1),
+            latent,
+            self.own_weight[rows],
+            self._plan.dims,
+            self._d_latents[segment],
         )
-        d_own = sum_contributions(finish_d_latent(), segments[-1].routes[0], d_own)
-        d_c_kv, d_k_rope = split_latent_grad(d_own, plan, c_kv.dtype)
-    d_query = returning.finish() if returning else None
-    return Grads(d_query, d_c_kv, d_k_rope, d_weight.to(weight.dtype) if needs.weight else None)
+
+    def send(self, segment: int) -> None:
+        """Start sending a segment's gradient to the ranks that hold its latents; its latent is dropped."""
+        routes = self._plan.routing.segments[segment].routes
+        if routes:
+            pieces = cut_key_grads(self._d_latents.pop(segment), routes, self._weight.dtype)
+            self._latents[segment] = _used_up
+            self._contributions = return_key_grads(pieces, routes, self._cp, "latent_grad", "backward")
+
+    def finish(self) -> tuple[Tensor, Tensor]:
+        """Gradients of `c_kv` and `k_rope`, `[B, s, ...]`: own keys' and what came home."""
+        assert self._contributions is not None
+        contributions = self._contributions()
+        own = self._d_latents.pop(0, None)
+        if own is None:
+            shape = (self._plan.routing.real_len, *contributions[0].shape[1:])
+            own = contributions[0].new_zeros(shape, dtype=acc_dtype(contributions[0].dtype))
+        own = sum_contributions(contributions, self._plan.routing.segments[-1].routes[0], own)
+        return split_latent_grad(own, self._plan, self._weight.dtype)
+
+    def weight_grad(self) -> Tensor:
+        """The gradient of `kv_b_weight`, zero in the rows of other ranks' heads."""
+        if self._plan.ulysses_degree == 1:
+            return self._d_own_weight.to(self._weight.dtype)
+        grad = torch.zeros_like(self._weight)
+        grad[weight_rows(self._plan.heads, self._plan.dims)] = self._d_own_weight
+        return grad
 
 
 def _forward_order(plan: AttentionPlan) -> list[Work]:
@@ -169,8 +193,8 @@ def _backward_order(plan: AttentionPlan, gathered: bool) -> list[Work]:
     return own[:before] + [Work(1, group) for group in groups] + own[before:]
 
 
-def _used_up() -> Tensor:
-    raise AssertionError("a segment's latent is needed after its gradient has left")
+def _used_up() -> Any:
+    raise AssertionError("needed again after its last use was thought over")
 
 
 def _rebuild(latent: Tensor, own_weight: Tensor, group: slice, plan: AttentionPlan) -> Tensor:

@@ -96,13 +96,19 @@ class QueryGradReturn:
     def __init__(self, like: Tensor, plan: AttentionPlan, cp: ContextParallel) -> None:
         self._plan, self._cp = plan, cp
         self._dq = empty_local(like, plan.routing, plan.dims.num_heads, plan.dims.qk_head_dim)
+        self._parts: dict[int, Tensor] = {}
         self._finish: list[Callable[[], None]] = []
 
-    def start(self, group: slice, dq: Tensor) -> None:
-        """Send home one group's `[B, queries, hg, D]`."""
+    def add(self, group: slice, dq: Tensor, finished: bool = True) -> None:
+        """Add one group's `[B, queries, hg, D]`; once all its parts are there, send it home."""
+        part = self._parts.pop(group.start, None)
+        total = dq if part is None else part.add_(dq)
+        if not finished:
+            self._parts[group.start] = total
+            return
         plan = self._plan
         self._finish.append(
-            return_heads(dq, self._dq, group, plan.routing, self._cp, plan.ulysses_degree, "query_grad", "backward")
+            return_heads(total, self._dq, group, plan.routing, self._cp, plan.ulysses_degree, "query_grad", "backward")
         )
 
     def finish(self) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor
 from laga_attn.layout import SequenceLayout
 from tests.integrations.megatron.plain_attention import PlainAttention
 from tests.integrations.megatron.world import Parallel
+from tests.te_stand_ins import DuplicatedLinear, NormColumnParallelLinear
 
 __all__ = [
     "Batch",
@@ -43,6 +44,7 @@ class Model:
     q_lora_rank: int | None = 16
     experts: int | None = None
     layers: int = 2
+    te_layers: bool = False  # attention's linears as in Transformer Engine's spec, on stand-ins
     options: dict[str, Any] = field(default_factory=dict)
 
     def with_(self, **changes: Any) -> Model:
@@ -108,13 +110,20 @@ def config_of(model: Model, parallel: Parallel) -> Any:
 def spec_of(model: Model) -> Any:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
+    from megatron.core.transformer.identity_op import IdentityOp
+
     from laga_attn.integrations.megatron import with_laga
 
     spec = get_gpt_layer_local_spec(
         num_experts=model.experts, multi_latent_attention=True, qk_layernorm=True, normalization="RMSNorm"
     )
+    linears = spec.submodules.self_attention.submodules
+    if model.te_layers:
+        linears.linear_q_down_proj = linears.linear_kv_down_proj = DuplicatedLinear
+        linears.linear_q_up_proj = linears.linear_kv_up_proj = NormColumnParallelLinear
+        linears.q_layernorm = linears.kv_layernorm = IdentityOp
     if model.scheme is None:
-        spec.submodules.self_attention.submodules.core_attention = PlainAttention
+        linears.core_attention = PlainAttention
         return spec
     return with_laga(spec, scheme=model.scheme, ulysses_degree=model.ulysses_degree, save=model.save)
 

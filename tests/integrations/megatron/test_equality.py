@@ -8,6 +8,7 @@ from laga_attn.auto import legal_degrees
 from tests.compare import assert_close
 from tests.integrations.megatron.models import HEADS, Batch, Model, Step, step_of
 from tests.integrations.megatron.world import Parallel, megatron_ranks
+from tests.te_stand_ins import te_stand_ins
 
 EXACT = 1e-5  # fp32
 SEQUENCES = Batch(rows=2, lengths=(32,))
@@ -18,7 +19,7 @@ LAYOUTS = [Parallel(cp=2), Parallel(cp=4), TP_CP, TP_CP_SP]
 
 
 def step(ctx, model: Model, batch: Batch, parallel: Parallel) -> Step | None:
-    with megatron_ranks(parallel):
+    with megatron_ranks(parallel), te_stand_ins():
         result = step_of(model, batch, parallel)
     return result if ctx.rank == 0 else None
 
@@ -94,3 +95,16 @@ def test_recomputation_changes_nothing(ranks, stock, options, degree):
 def test_sliding_windows(ranks, stock):
     model = Model(options={"window_size": (6, 0)})
     assert_same(ranks(4).run(step, model, SEQUENCES, Parallel(cp=2))[0], stock(model, SEQUENCES), "window")
+
+
+@pytest.mark.parametrize("batch", [SEQUENCES, DOCUMENTS], ids=["sbhd", "thd"])
+@pytest.mark.parametrize("parallel", [Parallel(), Parallel(cp=2), TP_CP, TP_CP_SP], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"layernorm_zero_centered_gamma": True}, {"normalization": "LayerNorm"}],
+    ids=["rms", "zero-centred", "layernorm"],
+)
+def test_projections_as_in_transformer_engines_spec(ranks, stock, parallel, batch, options):
+    """The down-projection is whole on every rank, and the norm is fused into the up-projection."""
+    model = Model(te_layers=True, options=options)
+    assert_same(ranks(4).run(step, model, batch, parallel)[0], stock(model, batch), f"{parallel}")

@@ -1,0 +1,98 @@
+"""One rank's work in `laga-attn bench`: the inputs and contestants of each cell, measured together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from laga_attn.attention import latent_attention
+from laga_attn.bench.grid import DTYPES, Cell, Variant
+from laga_attn.bench.link import Link
+from laga_attn.bench.measure import Attend, CellRun, Contestant, Inputs, measure, say
+from laga_attn.grid import ContextParallel
+from laga_attn.kernels import KernelName
+
+__all__ = ["Task", "contestant", "make_inputs", "run_rank"]
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What all ranks of one process group measure.
+
+    Attributes:
+        cells: with the variants of each, the baseline first.
+        links: bandwidths to set one after the other; empty where ranks share a machine's loopback.
+        overlap: also time every variant without overlap, and its exchanges alone.
+    """
+
+    cells: tuple[tuple[Cell, tuple[Variant, ...]], ...]
+    rounds: int
+    kernel: KernelName
+    links: tuple[Link, ...]
+    overlap: bool
+
+
+def run_rank(task: Task) -> list[CellRun]:
+    """Every cell of the task, on one rank of the default process group."""
+    runs = []
+    for cell, variants in task.cells:
+        say(f"{cell}: {len(variants)} variants, {task.rounds} rounds")
+        contestants = {
+            variant.name_in(cell): contestant(
+                variant, cell, task.kernel, overlap=task.overlap, exchanges=bool(task.links) and number == 0
+            )
+            for number, variant in enumerate(variants)
+        }
+        inputs = make_inputs(cell, dist.get_rank())
+        runs.append(measure(contestants, inputs, task.rounds, links=task.links))
+    return runs
+
+
+def contestant(
+    variant: Variant, cell: Cell, kernel: KernelName = "auto", *, overlap: bool = False, exchanges: bool = False
+) -> Contestant:
+    """`latent_attention` as the variant says, over the default process group.
+
+    Args:
+        overlap: also time it without overlap, and its exchanges alone.
+        exchanges: time its exchanges alone.
+    """
+    group = dist.group.WORLD
+    assert group is not None
+
+    def attend(overlapping: bool) -> Attend:
+        cp = ContextParallel(group, variant.ulysses_degree, overlap=overlapping)
+        return partial(
+            latent_attention,
+            layout=cell.layout,
+            cp=cp,
+            scheme=variant.scheme,
+            qk_nope_head_dim=cell.dims.qk_nope_head_dim,
+            v_head_dim=cell.dims.v_head_dim,
+            save=variant.save,
+            kernel=kernel,
+        )
+
+    return Contestant(attend(True), attend(False) if overlap else None, overlap or exchanges)
+
+
+def make_inputs(cell: Cell, rank: int) -> Inputs:
+    """Random inputs of a rank: the same for every contestant, the weight the same on all ranks."""
+    dims, dtype, tokens = cell.dims, DTYPES[cell.dtype], cell.layout.local_len
+
+    def random(number: int, *shape: int) -> Tensor:
+        return torch.randn(*shape, generator=torch.Generator().manual_seed(number)).to(dtype)
+
+    first = 4 * rank
+    return Inputs(
+        q=random(first + 1, 1, tokens, dims.num_heads, dims.qk_head_dim).requires_grad_(),
+        c_kv=random(first + 2, 1, tokens, dims.kv_lora_rank).requires_grad_(),
+        k_rope=random(first + 3, 1, tokens, dims.qk_rope_head_dim).requires_grad_(),
+        # So small that keys and values are of the size of queries.
+        weight=(random(0, dims.num_heads * dims.up_head_dim, dims.kv_lora_rank) * dims.kv_lora_rank**-0.5).requires_grad_(),
+        dout=random(first + 4, 1, tokens, dims.num_heads, dims.v_head_dim),
+    )
