@@ -11,6 +11,7 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import median
 from typing import Annotated, Any
 
@@ -37,6 +38,7 @@ Dtype = Annotated[str, Option(help="bfloat16 or float32.")]
 Lengths = Annotated[list[int], Option(help="Repeat the option for several.")]
 
 _ABSORB, _REBUILD = 2**40, 1  # values of rebuild_from
+_QUERIES = [16, 32, 64, 96, 128, 192, 256, 384]
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,16 +309,7 @@ def _decode_rank(lengths: list[int], heads: int, dtype: str, rounds: int) -> lis
 @app.command(name="crossover")
 def measure_crossover(
     context: Annotated[int, Option(help="Tokens in the cache.")] = 4096,
-    new: Annotated[list[int], Option(help="Query tokens; repeat the option for several.")] = [  # noqa: B006
-        16,
-        32,
-        64,
-        96,
-        128,
-        192,
-        256,
-        384,
-    ],  # fmt: skip
+    new: Annotated[list[int], Option(help="Query tokens; repeat the option for several.")] = _QUERIES,
     heads: Heads = 16,
     dtype: Dtype = "bfloat16",
     rounds: Rounds = 5,
@@ -355,7 +348,7 @@ def measure_crossover(
 
 def _where_equal(ratios: list[tuple[int, float]]) -> float | None:
     """Where a ratio passes 1 for good, interpolated on logarithmic scales."""
-    for (low, before), (high, after) in reversed(list(zip(ratios, ratios[1:], strict=False))):
+    for (low, before), (high, after) in reversed(list(pairwise(ratios))):
         if before < 1 <= after:
             part = math.log(1 / before) / math.log(after / before)
             return math.exp(math.log(low) + part * (math.log(high) - math.log(low)))

@@ -28,8 +28,6 @@ def _uncompiled(function: Callable[..., Any] | None = None, **_: Any) -> Any:
 # Megatron compiles its small fusions when it is imported; on a CPU that costs more than it ever gives back. It also
 # warns of everything that it would like to have.
 with mock.patch.object(torch, "compile", _uncompiled), warnings.catch_warnings(action="ignore"):
-    import megatron.core.models.gpt.gpt_layer_specs
-    import megatron.core.models.gpt.gpt_model
     from megatron.core.tensor_parallel import random
     from megatron.core.transformer import multi_latent_attention, torch_norm
     from megatron.core.transformer.moe import moe_utils

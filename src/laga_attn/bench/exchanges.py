@@ -29,7 +29,9 @@ class Exchanges:
     def __call__(self) -> None:
         for record in self._records:
             if record.op == "all_gather":
-                pending = all_gather_rows(self._payload[: max(record.sent_to)], self._cp, kind=record.kind, phase=record.phase)
+                pending = all_gather_rows(
+                    self._payload[: max(record.sent_to)], self._cp, kind=record.kind, phase=record.phase
+                )
             else:
                 send = [self._payload[:size] for size in record.sent_to]
                 pending = exchange_rows(send, record.received_from, self._cp, kind=record.kind, phase=record.phase)

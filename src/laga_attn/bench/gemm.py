@@ -56,7 +56,9 @@ def _operators(dtype: torch.dtype) -> dict[str, Callable[[Tensor, Tensor], Any]]
     return operators
 
 
-def _repeated(operator: Callable[[Tensor, Tensor], Any], size: int, dtype: torch.dtype, calls: int) -> Callable[[], None]:
+def _repeated(
+    operator: Callable[[Tensor, Tensor], Any], size: int, dtype: torch.dtype, calls: int
+) -> Callable[[], None]:
     a, b = (torch.randn(size, size).to(dtype) for _ in range(2))
 
     def step() -> None:

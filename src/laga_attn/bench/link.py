@@ -80,7 +80,9 @@ def node_size(ranks: int) -> int:
         UsageError: they cannot be divided over two.
     """
     if ranks % _NODES:
-        raise UsageError(f"--link places the ranks in {_NODES} nodes, which {ranks} cannot be divided over; use an even number")
+        raise UsageError(
+            f"--link places the ranks in {_NODES} nodes, which {ranks} cannot be divided over; use an even number"
+        )
     return ranks // _NODES
 
 
@@ -139,7 +141,16 @@ def _shape(link: Link | None) -> list[str]:
     queue = max(_LEAST_QUEUE, int(link.rate * _QUEUE_SECONDS / 8))
     if link.latency:
         packets = 1000 + int((link.latency * link.rate / 8 + queue) / 1500)
-        return [*command, "netem", "rate", f"{link.rate:.0f}bit", "delay", f"{link.latency * 1e6:.0f}us", "limit", f"{packets}"]
+        return [
+            *command,
+            "netem",
+            "rate",
+            f"{link.rate:.0f}bit",
+            "delay",
+            f"{link.latency * 1e6:.0f}us",
+            "limit",
+            f"{packets}",
+        ]
     burst = max(_LEAST_BURST, int(link.rate * _BURST_SECONDS / 8))
     return [*command, "tbf", "rate", f"{link.rate:.0f}bit", "burst", f"{burst}b", "limit", f"{queue + burst}b"]
 
@@ -147,7 +158,9 @@ def _shape(link: Link | None) -> list[str]:
 def _check_machine() -> None:
     missing = [name for name in _COMMANDS if shutil.which(name) is None]
     if missing:
-        raise UsageError(f"--link needs {', '.join(_COMMANDS)} (Linux, iproute2 and util-linux); not found: {', '.join(missing)}")
+        raise UsageError(
+            f"--link needs {', '.join(_COMMANDS)} (Linux, iproute2 and util-linux); not found: {', '.join(missing)}"
+        )
     if os.geteuid() != 0:
         raise UsageError("--link makes network namespaces, which needs root; run it as root or leave --link out")
 

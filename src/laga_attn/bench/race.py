@@ -13,7 +13,9 @@ __all__ = ["race"]
 Key = TypeVar("Key", bound=Hashable)
 
 
-def race(steps: Mapping[Key, Callable[[], object]], rounds: int, barrier: Callable[[], object]) -> dict[Key, list[float]]:
+def race(
+    steps: Mapping[Key, Callable[[], object]], rounds: int, barrier: Callable[[], object]
+) -> dict[Key, list[float]]:
     """Wall seconds that this rank spent in each step, by round.
 
     Every round runs every step once, so the times of one round saw the same machine and their ratios are paired. The

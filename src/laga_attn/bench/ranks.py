@@ -56,9 +56,7 @@ def run_on_ranks(
         Exception: a process could not be started or failed; its traceback is in the message.
     """
     with tempfile.TemporaryDirectory(prefix="laga-attn-") as folder:
-        context = spawn(
-            _run_rank, args=(size, Path(folder), threads, places, function, args), nprocs=size, join=False
-        )
+        context = spawn(_run_rank, args=(size, Path(folder), threads, places, function, args), nprocs=size, join=False)
         assert context is not None
         try:
             while not context.join():

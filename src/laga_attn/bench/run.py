@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from typing import cast, get_args
 
 import torch
 import torch.distributed as dist
@@ -15,8 +16,9 @@ from laga_attn.bench.link import Link
 from laga_attn.bench.measure import Attend, CellRun, Contestant, Inputs, measure, say
 from laga_attn.grid import ContextParallel
 from laga_attn.kernels import KernelName
+from laga_attn.train.errors import UsageError
 
-__all__ = ["Task", "contestant", "make_inputs", "run_rank"]
+__all__ = ["Task", "check_kernel", "contestant", "make_inputs", "run_rank"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +95,19 @@ def make_inputs(cell: Cell, rank: int) -> Inputs:
         c_kv=random(first + 2, 1, tokens, dims.kv_lora_rank).requires_grad_(),
         k_rope=random(first + 3, 1, tokens, dims.qk_rope_head_dim).requires_grad_(),
         # So small that keys and values are of the size of queries.
-        weight=(random(0, dims.num_heads * dims.up_head_dim, dims.kv_lora_rank) * dims.kv_lora_rank**-0.5).requires_grad_(),
+        weight=(
+            random(0, dims.num_heads * dims.up_head_dim, dims.kv_lora_rank) * dims.kv_lora_rank**-0.5
+        ).requires_grad_(),
         dout=random(first + 4, 1, tokens, dims.num_heads, dims.v_head_dim),
     )
+
+
+def check_kernel(name: str) -> KernelName:
+    """The name, if there is such a kernel; whether it can compute a cell shows when it is asked to.
+
+    Raises:
+        UsageError: there is none.
+    """
+    if name not in get_args(KernelName):
+        raise UsageError(f"--kernel {name!r} is unknown; choose one of {', '.join(get_args(KernelName))}")
+    return cast(KernelName, name)

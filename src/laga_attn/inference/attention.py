@@ -21,7 +21,7 @@ from laga_attn.kernels import KernelName, select
 
 __all__ = ["REBUILD_COST", "attend", "crossover"]
 
-REBUILD_COST: Final = 1.0
+REBUILD_COST: Final = 0.9
 """Time of a FLOP of rebuilding K and V over one of attention, as measured by `benchmarks/inference.py crossover`."""
 
 

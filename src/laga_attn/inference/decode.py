@@ -86,7 +86,7 @@ def _attend_own_part(absorbed: Tensor, call: StepCall) -> Partial:
     tokens, heads, _ = absorbed.shape
     rank, cache = call.dims.kv_lora_rank, call.cache
     queries = absorbed.view(1, tokens * heads, 1, -1)
-    running = RunningAttention(tokens * heads, 1, rank, absorbed)
+    running = None
     limit = pages_within(call.workspace, call.dims, absorbed.element_size(), cache.page_size)
     for parts in (*_common_parts(call, limit), *_causal_parts(call)):
         first = min(part.seen[0][0] for part in parts)
@@ -96,9 +96,13 @@ def _attend_own_part(absorbed: Tensor, call: StepCall) -> Partial:
         keys = cache.codec.decode(cache.store.read(call.layer, pages), absorbed.dtype)[None, :, None]
         spans = _spans(parts, first, heads, cache.page_size)
         out, lse = call.latent_kernel.forward(queries[:, rows], keys, keys[..., :rank], spans, call.softmax_scale)
+        if running is None and last - first == tokens:
+            running = RunningAttention(out, lse)
+            continue
+        running = running or RunningAttention.nothing(1, tokens * heads, 1, rank, absorbed)
         running.add(rows, slice(0, 1), out, lse)
-    out, lse = running.result()
-    return Partial(out.to(absorbed.dtype).view(tokens, heads, rank), lse.view(tokens, heads))
+    running = running or RunningAttention.nothing(1, tokens * heads, 1, rank, absorbed)
+    return Partial(running.out.to(absorbed.dtype).view(tokens, heads, rank), running.lse.view(tokens, heads))
 
 
 def _common_parts(call: StepCall, limit: int) -> Iterator[list[_Part]]:

@@ -20,8 +20,8 @@ from laga_attn.inference.call import StepCall
 from laga_attn.inference.running import RunningAttention
 from laga_attn.inference.step import Segment
 from laga_attn.inference.workspace import longest_chunk
-from laga_attn.movement import empty_local, gather_keys, return_heads, send_heads
-from laga_attn.routing import heads_of, route_tokens
+from laga_attn.movement import acc_dtype, empty_local, gather_keys, return_heads, send_heads
+from laga_attn.routing import Routing, heads_of, route_tokens
 from laga_attn.schemes.latent import expand_kv, join_latent, weight_rows
 from laga_attn.spans import Span
 
@@ -48,46 +48,46 @@ def attend_split(q: Tensor, c_kv: Tensor, k_rope: Tensor, weight: Tensor, call: 
     finish_query = send_heads(q, every, routing, cp, degree, "query", "forward")
     storing = _send_to_storage(torch.cat([c_kv, k_rope], dim=-1)[0], call)
 
-    own = heads_of(cp.rank, degree, dims.num_heads)
-    own_weight = weight[weight_rows(own, dims)]
+    own_weight = weight[weight_rows(heads_of(cp.rank, degree, dims.num_heads), dims)]
     latent, query = finish_latent(), finish_query()
-    _, queries, heads, _ = query.shape
-    running = RunningAttention(queries, heads, dims.v_head_dim, query)
+    running = _attend_new(query, latent, own_weight, routing, call)
     blocks = call.blocks(q.element_size())
-    chunk_group = longest_chunk(call.workspace, dims, q.element_size()) // max(1, len(latent))
-    _attend(running, query, latent, own_weight, routing.keys.spans, min(chunk_group, max(1, heads // 8)), call)
     for block, span in _context(degree, blocks.tokens, call, q.dtype):
-        _attend(running, query, block[:, None], own_weight, (span,), blocks.head_group, call)
+        rows = slice(span.q_start, span.q_start + span.q_len)
+        visible = (Span(0, span.q_len, 0, span.k_len, causal=False),)
+        for group in _groups(query.shape[2], blocks.head_group) if span.q_len else ():
+            part = _attend(query[:, rows, group], block, own_weight[weight_rows(group, dims)], visible, call)
+            running.add(rows, group, *part)
 
     call.cache.store.write(call.layer, torch.tensor(step.writes.arrived, device=q.device), storing.wait())
     local = empty_local(q, routing, dims.num_heads, dims.v_head_dim)
-    return_heads(running.result()[0].to(q.dtype), local, every, routing, cp, degree, "output", "forward")()
+    return_heads(running.out.to(q.dtype), local, every, routing, cp, degree, "output", "forward")()
     return local
 
 
+def _attend_new(query: Tensor, latent: Tensor, weight: Tensor, routing: Routing, call: StepCall) -> RunningAttention:
+    """New tokens among themselves: `query [1, queries, h, Dqk]` over `latent [keys, 1, r + dr]`."""
+    dims, (_, queries, heads, _) = call.dims, query.shape
+    out = query.new_empty(queries, 1, heads, dims.v_head_dim).transpose(0, 1)
+    lse = query.new_empty(1, heads, queries, dtype=acc_dtype(query.dtype))
+    fitting = longest_chunk(call.workspace, dims, query.element_size()) // max(1, len(latent))
+    for group in _groups(heads, max(1, min(heads // 8, fitting))):
+        part = _attend(query[:, :, group], latent, weight[weight_rows(group, dims)], routing.keys.spans, call)
+        out[:, :, group], lse[:, group] = part
+    return RunningAttention(out, lse)
+
+
 def _attend(
-    running: RunningAttention,
-    query: Tensor,
-    latent: Tensor,
-    weight: Tensor,
-    spans: tuple[Span, ...],
-    head_group: int,
-    call: StepCall,
-) -> None:
-    """Rebuild K and V of `latent [keys, 1, r + dr]`, a head group at a time, and attend to them."""
-    dims = call.dims
-    spans = tuple(span for span in spans if span.q_len)
-    if not spans:
-        return
-    first = min(span.q_start for span in spans)
-    rows = slice(first, max(span.q_start + span.q_len for span in spans))
-    spans = tuple(Span(s.q_start - first, s.q_len, s.k_start, s.k_len, s.causal) for s in spans)
-    for start in range(0, query.shape[2], head_group):
-        group = slice(start, min(start + head_group, query.shape[2]))
-        kv = expand_kv(latent, weight[weight_rows(group, dims)], dims).transpose(0, 1)  # [1, keys, hg, Dqk + Dv]
-        k, v = kv.split([dims.qk_head_dim, dims.v_head_dim], dim=-1)
-        out, lse = call.head_kernel.forward(query[:, rows, group], k, v, spans, call.softmax_scale)
-        running.add(rows, group, out, lse)
+    query: Tensor, latent: Tensor, weight: Tensor, spans: tuple[Span, ...], call: StepCall
+) -> tuple[Tensor, Tensor]:
+    """A head group's queries over the K and V that are rebuilt for it."""
+    kv = expand_kv(latent, weight, call.dims).transpose(0, 1)  # [1, keys, hg, Dqk + Dv]
+    k, v = kv.split([call.dims.qk_head_dim, call.dims.v_head_dim], dim=-1)
+    return call.head_kernel.forward(query, k, v, spans, call.softmax_scale)
+
+
+def _groups(heads: int, each: int) -> list[slice]:
+    return [slice(start, min(start + each, heads)) for start in range(0, heads, each)]
 
 
 def _send_to_storage(latent: Tensor, call: StepCall) -> Pending[Tensor]:
@@ -99,7 +99,7 @@ def _send_to_storage(latent: Tensor, call: StepCall) -> Pending[Tensor]:
 
 
 def _context(degree: int, block: int, call: StepCall, dtype: torch.dtype) -> Iterator[tuple[Tensor, Span]]:
-    """Blocks of cached latents `[keys, r + dr]`, each with the queries that see it, which see all of it.
+    """Blocks of cached latents `[keys, 1, r + dr]`, each with the queries that see it, which see all of it.
 
     The order of the keys inside a block (by rank) does not matter then.
     """
@@ -113,7 +113,7 @@ def _context(degree: int, block: int, call: StepCall, dtype: torch.dtype) -> Ite
         arrived = arriving.pop().wait()
         arriving.extend(_gather(piece, call) for piece, _ in pieces[number + 1 : number + 2])
         span = Span(rows.start, rows.stop - rows.start, 0, arrived.shape[0], causal=False)
-        yield call.cache.codec.decode(arrived, dtype), span
+        yield call.cache.codec.decode(arrived, dtype)[:, None], span
 
 
 def _query_rows(degree: int, call: StepCall) -> list[slice]:

@@ -23,7 +23,7 @@ from laga_attn.kernels.tiles import Tile, Triangles
 
 __all__ = ["HalfBackward", "HalfForward", "has_fast_bfloat16"]
 
-_ANCHORS = 64  # first (and, off the diagonal, last) keys of a tile, scored exactly
+_PROBES = 64  # first and last keys of a tile that are scored twice, first to find the centre
 _COARSE = 1.0  # a key with weight w may score up to _COARSE / w from the centre: an error of about 0.2 % of its share
 _FAR = 8.0  # and no key may score further above it than this
 _DELTA_COLUMNS = 3  # bfloat16 columns that carry the 24 bits of a float32
@@ -50,6 +50,10 @@ class _CentredScores:
     def load(self, q: Tensor, k: Tensor) -> None:
         self.q[:, : self.width] = q
         self.k[:, : self.width] = k
+
+    def reset(self, rows: slice) -> None:
+        """Let the scores of ``rows`` leave as they are, uncentred."""
+        self.q[rows, self.width] = 0
 
     def centre(self, rows: slice, centre: Tensor) -> Tensor:
         """Centre the scores of ``rows`` near ``centre`` [rows, 1]; where exactly, is returned."""
@@ -83,39 +87,43 @@ class HalfForward:
         """Output [rows, Dv], valid until the next call, and base-2 LSE [rows, 1] of the tile's queries over its keys."""
         rows, keys = tile.shape
         weights = self.weights[: rows * keys].view(rows, keys)
-        lse = self._centred_weights(tile, weights)
+        rounded = self.rounded[: rows * keys].view(rows, keys)
+        lse = self._centred_weights(tile, weights, rounded)
         if lse is None:
             self.exact.compute(tile.rows, tile.keys, weights)
             self.triangles.hide(weights, tile)
             total, lse = softmax_(weights)
             weights.mul_(total.reciprocal_())
-        rounded = self.rounded[: rows * keys].view(rows, keys).copy_(weights)
-        return torch.mm(rounded, self.v[tile.keys], out=self.out[:rows]), lse
+        return torch.mm(rounded.copy_(weights), self.v[tile.keys], out=self.out[: tile.shape[0]]), lse
 
-    def _centred_weights(self, tile: Tile, weights: Tensor) -> Tensor | None:
+    def _centred_weights(self, tile: Tile, weights: Tensor, rounded: Tensor) -> Tensor | None:
         """Normalised weights into ``weights``, and their base-2 LSE; None if centred scores are too coarse."""
-        rows, keys = tile.shape
-        left = _ANCHORS if tile.edge is None else rows  # anchors hold every masked score
-        right = _ANCHORS if tile.diagonal is None else rows
-        if keys < 2 * (left + right):
-            return None
-        first, middle, last = weights.split_with_sizes((left, keys - left - right, right), dim=1)
-        self.exact.compute(tile.rows, slice(tile.k0, tile.k0 + left), first)
-        self.exact.compute(tile.rows, slice(tile.k1 - right, tile.k1), last)
+        centre = self.centred.centre(tile.rows, self._probe(tile))
+        weights.copy_(self.centred.compute(tile.rows, tile.keys, rounded))
         self.triangles.hide(weights, tile)
-        top = torch.maximum(first.amax(dim=1, keepdim=True), last.amax(dim=1, keepdim=True))
-        centre = self.centred.centre(tile.rows, top)
-        first.sub_(centre)
-        last.sub_(centre)
-        rounded = self.rounded[: middle.numel()].view(middle.shape)
-        self.centred.compute(tile.rows, slice(tile.k0 + left, tile.k1 - right), rounded)
-        top = middle.copy_(rounded).amax(dim=1, keepdim=True)  # of the rounded scores, from the centre
+        top = weights.amax(dim=1, keepdim=True)
         total = weights.exp2_().sum(dim=1, keepdim=True)
-        coarse = top.exp2().mul_(top).div_(total).mul_(1 / _COARSE)
+        coarse = top.exp2().div_(total).mul_(top.abs()).mul_(1 / _COARSE)
         if torch.maximum(coarse, top.mul_(1 / _FAR)).amax().item() > 1:
             return None
         weights.mul_(total.reciprocal())
         return total.log2_().add_(centre)
+
+    def _probe(self, tile: Tile) -> Tensor:
+        """The largest score [rows, 1] of each query with the tile's first and last keys, roughly."""
+        rows, keys = tile.shape
+        first = min(keys, _PROBES if tile.edge is None else rows)
+        last = min(keys, _PROBES if tile.diagonal is None else rows)
+        self.centred.reset(tile.rows)
+        tops = []
+        for part in (tile.first_keys(first), tile.last_keys(last)):
+            size = part.shape[0] * part.shape[1]
+            rounded = self.rounded[:size].view(part.shape)
+            scores = self.weights[:size].view(part.shape)
+            scores.copy_(self.centred.compute(part.rows, part.keys, rounded))
+            self.triangles.hide(scores, part)
+            tops.append(scores.amax(dim=1, keepdim=True))
+        return torch.maximum(*tops)
 
 
 class HalfBackward:

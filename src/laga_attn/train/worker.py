@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.rendezvous import rendezvous
 
 from laga_attn.train.errors import UsageError
 from laga_attn.train.options import TrainOptions
@@ -37,7 +38,7 @@ def run_worker(options: TrainOptions, stop_file: Path | None = None) -> int:
 
     console, errors = Console(), Console(stderr=True)
     rank = int(os.environ.get("RANK", "0"))
-    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    restarted = _attempt() > 0
     with StopRequest(stop_file).listening() as stop:
         try:
             with _process_group(options) as device:
@@ -72,11 +73,8 @@ def _process_group(options: TrainOptions) -> Iterator[torch.device]:
     device = _device(options)
     backend = "nccl" if device.type == "cuda" else "gloo"
     timeout = timedelta(seconds=options.timeout)
-    if "RANK" in os.environ:
-        dist.init_process_group(backend, timeout=timeout)
-    else:
-        store = torch._C._distributed_c10d.HashStore()
-        dist.init_process_group(backend, timeout=timeout, store=store, rank=0, world_size=1)
+    store, rank, world = _meeting_point(timeout)
+    dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=world)
     try:
         yield device
         dist.barrier()
@@ -84,6 +82,20 @@ def _process_group(options: TrainOptions) -> Iterator[torch.device]:
         dist.destroy_process_group()
         raise
     dist.destroy_process_group()
+
+
+def _meeting_point(timeout: timedelta) -> tuple[dist.Store, int, int]:
+    """`(store, rank, world size)`: where the ranks find each other."""
+    if "RANK" not in os.environ:
+        return torch._C._distributed_c10d.HashStore(), 0, 1
+    store, rank, world = next(rendezvous("env://", timeout=timeout))
+    # torch's elastic launcher keeps one store for all attempts, full of addresses of ranks that are gone.
+    return dist.PrefixStore(f"attempt-{_attempt()}", store), rank, world
+
+
+def _attempt() -> int:
+    """How often the launcher has started the ranks again."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
 def _device(options: TrainOptions) -> torch.device:

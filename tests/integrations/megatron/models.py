@@ -11,8 +11,8 @@ from torch import Tensor
 
 from laga_attn.layout import SequenceLayout
 from tests.integrations.megatron.plain_attention import PlainAttention
+from tests.integrations.megatron.te_stand_ins import DuplicatedLinear, NormColumnParallelLinear
 from tests.integrations.megatron.world import Parallel
-from tests.te_stand_ins import DuplicatedLinear, NormColumnParallelLinear
 
 __all__ = [
     "Batch",
@@ -109,7 +109,6 @@ def config_of(model: Model, parallel: Parallel) -> Any:
 
 def spec_of(model: Model) -> Any:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-
     from megatron.core.transformer.identity_op import IdentityOp
 
     from laga_attn.integrations.megatron import with_laga

@@ -7,8 +7,8 @@ import pytest
 from laga_attn.auto import legal_degrees
 from tests.compare import assert_close
 from tests.integrations.megatron.models import HEADS, Batch, Model, Step, step_of
+from tests.integrations.megatron.te_stand_ins import te_stand_ins
 from tests.integrations.megatron.world import Parallel, megatron_ranks
-from tests.te_stand_ins import te_stand_ins
 
 EXACT = 1e-5  # fp32
 SEQUENCES = Batch(rows=2, lengths=(32,))

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from laga_attn.integrations.megatron.features import RETURNS_COMPRESSED  # first: explains a missing Megatron
 from laga_attn.integrations.megatron.refusals import support_table
 from laga_attn.integrations.megatron.spec import with_laga
 

@@ -45,7 +45,7 @@ class LatentCoreAttention(MegatronModule):  # type: ignore[misc]
         attn_mask_type: Any,
         attention_type: str,
         attention_dropout: float | None = None,
-        softmax_scale: float | None = None,
+        softmax_scale: float | None = None,  # None only in a first, discarded build
         k_channels: int | None = None,
         v_channels: int | None = None,
         cp_comm_type: str | None = None,
@@ -71,8 +71,8 @@ class LatentCoreAttention(MegatronModule):  # type: ignore[misc]
         given = (attention_type, k_channels or mine[1], v_channels or mine[2])
         if given != mine:
             raise ValueError(
-                f"LatentCoreAttention belongs into an MLA layer with (attention_type, k_channels, v_channels) = {mine}, "
-                f"got {given}; use with_laga"
+                f"LatentCoreAttention is made for an MLA layer with attention_type, k_channels, v_channels = {mine}, "
+                f"not for {given}; use with_laga"
             )
         self.options = options
         self.reference = reference
@@ -121,7 +121,7 @@ class LatentCoreAttention(MegatronModule):  # type: ignore[misc]
         layout = layout_of(packed_seq_params, query.shape[0], self.cp.size)
         packed = query.ndim == 3
         q, latent = (x.unsqueeze(0) if packed else x.transpose(0, 1) for x in (query, key))  # [b, s, ...]
-        c_kv, k_rope = latent.split([self.dims.kv_lora_rank, self.dims.qk_rope_head_dim], dim=-1)
+        c_kv, k_rope = latent[..., : self.dims.kv_lora_rank], latent[..., self.dims.kv_lora_rank :]
         weight = up_weight(self._layer[0])
         out = latent_attention(
             q, c_kv, k_rope, weight, layout=layout, cp=self._grid(q, causal), scheme=self.options.scheme,
@@ -129,12 +129,12 @@ class LatentCoreAttention(MegatronModule):  # type: ignore[misc]
             softmax_scale=self.softmax_scale, causal=causal, window=window, save=self.options.save,
         )  # [b, s, h, v]  # fmt: skip
         if self._tracks_max_logits:
-            self._note(
-                max_attention_logits(
-                    q, c_kv, k_rope, weight, layout=layout, cp=self.cp, dims=self.dims,
-                    softmax_scale=self.softmax_scale, causal=causal, window=window,
-                )  # fmt: skip
-            )
+            largest = max_attention_logits(
+                q, c_kv, k_rope, weight, layout=layout, cp=self.cp, dims=self.dims,
+                softmax_scale=self.softmax_scale, causal=causal, window=window,
+            )  # fmt: skip
+            before = self.current_max_attn_logits
+            self.current_max_attn_logits = largest if before is None else torch.maximum(before, largest)
         return out.squeeze(0).flatten(1) if packed else out.transpose(0, 1).flatten(2)
 
     def _grid(self, q: Tensor, causal: bool) -> ContextParallel:
@@ -147,10 +147,6 @@ class LatentCoreAttention(MegatronModule):  # type: ignore[misc]
                 self.options.scheme, self.dims, tokens, self.cp.size, causal=causal, itemsize=q.element_size()
             )
         )
-
-    def _note(self, largest: Tensor) -> None:
-        before = self.current_max_attn_logits
-        self.current_max_attn_logits = largest if before is None else torch.maximum(before, largest)
 
 
 def _drop_extra_state(module: Any, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:

@@ -20,8 +20,8 @@ __all__ = [
     "FUSED_ROTARY",
     "HAS_DOWN_PROJECTION_HOOK",
     "RETURNS_COMPRESSED",
-    "rotary_arguments",
     "process_groups",
+    "rotary_arguments",
 ]
 
 

@@ -21,7 +21,7 @@ from laga_attn.integrations.megatron.packing import check_packed
 from laga_attn.integrations.megatron.rotary import Rotate, rotation
 from laga_attn.integrations.megatron.up_projection import take_over
 
-__all__ = ["LATENT_LAYERS", "LatentMLASelfAttention", "LatentMLAMixin"]
+__all__ = ["LATENT_LAYERS", "LatentMLAMixin", "LatentMLASelfAttention"]
 
 
 class LatentMLAMixin:
@@ -92,8 +92,8 @@ class LatentMLAMixin:
         if self.config.q_lora_rank is not None:
             compressed_q = self.q_layernorm(compressed_q)
         query = self._query(compressed_q, rotate)
-        c_kv, k_rope = latent.split([self.config.kv_lora_rank, self.config.qk_pos_emb_head_dim], dim=-1)
-        k_rope = rotate(k_rope.unsqueeze(-2)).squeeze(-2)
+        rank = self.config.kv_lora_rank
+        c_kv, k_rope = latent[..., :rank], rotate(latent[..., None, rank:]).squeeze(-2)
         key = torch.cat([c_kv, k_rope], dim=-1)
         if RETURNS_COMPRESSED:
             return query, key, None, compressed_q, c_kv
@@ -151,9 +151,8 @@ class LatentMLAMixin:
             compressed = mappings.all_gather_last_dim_from_tensor_parallel_region(compressed, group=tp)
         elif columns_split:
             compressed = mappings.gather_from_tensor_model_parallel_region(compressed, group=tp)
-        c_kv, k_rope = compressed.split([rank, rope], dim=-1)
-        c_kv = self.linear_kv_up_proj(self.kv_layernorm(c_kv))
-        latent = torch.cat([c_kv, k_rope], dim=-1)
+        c_kv = self.linear_kv_up_proj(self.kv_layernorm(compressed[..., :rank]))
+        latent = torch.cat([c_kv, compressed[..., rank:]], dim=-1)
         if not sequence_parallel:
             latent = mappings.copy_to_tensor_model_parallel_region(latent, group=tp)
         elif not columns_split:
@@ -170,7 +169,7 @@ LATENT_LAYERS: Final[dict[type, type]] = {MLASelfAttention: LatentMLASelfAttenti
 
 if FUSED_ATTENTION is not None:
 
-    class LatentFusedMLASelfAttention(LatentMLAMixin, FUSED_ATTENTION):  # type: ignore[misc]
+    class LatentFusedMLASelfAttention(LatentMLAMixin, FUSED_ATTENTION):  # type: ignore[misc, valid-type]
         """`FusedMLASelfAttention` whose latent travels."""
 
     LATENT_LAYERS[FUSED_ATTENTION] = LatentFusedMLASelfAttention

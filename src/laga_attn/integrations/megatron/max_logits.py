@@ -37,7 +37,8 @@ def max_attention_logits(
     Arguments are those of `latent_attention`.
     """
     routing = route_tokens(layout, cp.rank, 1, causal, window)
-    latent = gather_keys(join_latent(c_kv, k_rope, routing), routing.keys.routes, cp, "latent", "forward")()  # [keys, B, r + dr]
+    own = join_latent(c_kv, k_rope, routing)
+    latent = gather_keys(own, routing.keys.routes, cp, "latent", "forward")()  # [keys, B, r + dr]
     queries = take(q.transpose(0, 1), routing.real)  # [n, B, H, D]
     largest = q.new_full((dims.num_heads,), float("-inf"), dtype=acc_dtype(q.dtype))
     for head in range(dims.num_heads):

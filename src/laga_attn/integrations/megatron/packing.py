@@ -44,7 +44,8 @@ def layout_of(packed: Any, local_tokens: int, cp_size: int) -> SequenceLayout:
     key = (cp_size, *((id(t), t._version) if t is not None else None for t in offsets))
     known = vars(packed).get(_MEMO)
     if known is None or known[0] != key:
-        known = (key, _read(*(None if t is None else t.tolist() for t in offsets), cp_size))
+        q, q_padded, kv, kv_padded = (None if t is None else t.tolist() for t in offsets)
+        known = (key, _read(q, q_padded, kv, kv_padded, cp_size))
         vars(packed)[_MEMO] = known
     layout: SequenceLayout = known[1]
     return layout

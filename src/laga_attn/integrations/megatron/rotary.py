@@ -39,9 +39,9 @@ def rotation(layer: Any, hidden_states: Tensor, packed: Any) -> Rotate:
         angles, mscale = angles
 
     def rotate(x: Tensor) -> Tensor:
-        plain, rotated = x.split([x.shape[-1] - config.qk_pos_emb_head_dim, config.qk_pos_emb_head_dim], dim=-1)
+        plain = x.shape[-1] - config.qk_pos_emb_head_dim
         rotated = apply_rotary_pos_emb(
-            rotated,
+            x[..., plain:],
             angles[: x.shape[0]] if slots is None else angles,
             config=config,
             cu_seqlens=slots,
@@ -49,7 +49,7 @@ def rotation(layer: Any, hidden_states: Tensor, packed: Any) -> Rotate:
             cp_group=cp,
             **rotary_arguments(packed),
         )
-        return torch.cat([plain, rotated], dim=-1)
+        return torch.cat([x[..., :plain], rotated], dim=-1)
 
     return rotate
 

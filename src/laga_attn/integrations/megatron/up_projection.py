@@ -52,7 +52,7 @@ def up_weight(layer: Any) -> Tensor:
 
 
 def _travelling_latent(linear: Any, c_kv: Tensor) -> Tensor:
-    """`c_kv [..., kv_lora_rank]` with the norm that Transformer Engine fuses into the up-projection, if there is one."""
+    """`c_kv [..., kv_lora_rank]`, after the norm that Transformer Engine's spec fuses into the up-projection."""
     weight = getattr(linear, "layer_norm_weight", None)
     if weight is None:
         return c_kv

@@ -12,11 +12,9 @@ from typing import Any
 from unittest import mock
 
 import torch
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from megatron.core.transformer import multi_latent_attention
 from torch import Tensor, nn
-
-from tests import megatron_cpu  # noqa: F401  (before Megatron is imported)
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear  # isort: skip
-from megatron.core.transformer import multi_latent_attention  # isort: skip
 
 __all__ = ["DuplicatedLinear", "NormColumnParallelLinear", "te_stand_ins"]
 
@@ -42,11 +40,13 @@ class NormColumnParallelLinear(ColumnParallelLinear):  # type: ignore[misc]
 
     def __init__(self, input_size: int, output_size: int, *, config: Any, **arguments: Any) -> None:
         super().__init__(input_size, output_size, config=config, **arguments)
-        self.layer_norm_weight = nn.Parameter(torch.full((input_size,), 0.1 if config.layernorm_zero_centered_gamma else 1.1))
-        self.layer_norm_bias = nn.Parameter(torch.full((input_size,), 0.2)) if config.normalization == "LayerNorm" else None
-        for parameter in (self.layer_norm_weight, self.layer_norm_bias):
-            if parameter is not None:
-                parameter.sequence_parallel = config.sequence_parallel
+        gamma = 0.1 if config.layernorm_zero_centered_gamma else 1.1
+        self.layer_norm_weight = nn.Parameter(torch.full((input_size,), gamma))
+        self.layer_norm_weight.sequence_parallel = config.sequence_parallel
+        self.layer_norm_bias = None
+        if config.normalization == "LayerNorm":
+            self.layer_norm_bias = nn.Parameter(torch.full((input_size,), 0.2))
+            self.layer_norm_bias.sequence_parallel = config.sequence_parallel
         self.eps, self.normalization = config.layernorm_epsilon, config.normalization
         self.zero_centered_gamma = config.layernorm_zero_centered_gamma
 
