@@ -59,8 +59,8 @@ def megatron_on_cpu() -> Iterator[None]:
     """Run Megatron-Core on the CPU inside the block, with gloo."""
     cuda = {
         "current_device": lambda: torch.device("cpu"),
-        "get_rng_state": lambda *_: torch.get_rng_state(),
-        "set_rng_state": lambda state, *_: torch.set_rng_state(state),
+        "get_rng_state": lambda *_, **__: torch.get_rng_state(),
+        "set_rng_state": lambda state, *_, **__: torch.set_rng_state(state),
         "manual_seed": torch.manual_seed,
         "synchronize": lambda *_: None,
         "empty_cache": lambda: None,
@@ -73,8 +73,8 @@ def megatron_on_cpu() -> Iterator[None]:
     with ExitStack() as stack:
         for name, replacement in cuda.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, replacement))
-        stack.enter_context(mock.patch.object(random, "_get_cuda_rng_state", lambda *_, **__: torch.get_rng_state()))
-        stack.enter_context(mock.patch.object(random, "_set_cuda_rng_state", lambda s, *_, **__: torch.set_rng_state(s)))
+        stack.enter_context(mock.patch.object(random, "_get_cuda_rng_state", cuda["get_rng_state"]))
+        stack.enter_context(mock.patch.object(random, "_set_cuda_rng_state", cuda["set_rng_state"]))
         # Some releases find Transformer Engine by what they import from their own wrappers, which is always there.
         stack.enter_context(mock.patch.object(multi_latent_attention, "HAVE_TE", False))
         stack.enter_context(mock.patch.object(moe_utils, "te_general_gemm", None, create=True))

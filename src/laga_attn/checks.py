@@ -61,10 +61,10 @@ class Call:
         degree = self.cp.ulysses_degree
         if self.scheme != "auto":
             return cast(Scheme, self.scheme), degree or 1
-        tokens = self.q.shape[0] * self.layout.local_len
         return choose(
-            self.dims(), tokens, self.cp.size, causal=self.causal, itemsize=self.q.element_size(), ulysses_degree=degree
-        )
+            self.dims(), self.layout, batch=self.q.shape[0], causal=self.causal, window=self.window,
+            itemsize=self.q.element_size(), save=self.save, ulysses_degree=degree,
+        )  # fmt: skip
 
     def routing(self) -> Routing:
         """What moves, and which spans are attended to."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import typer
 
+from laga_attn.bench.command import bench
 from laga_attn.doctor import doctor
+from laga_attn.inference.command import generate
 from laga_attn.train.command import train
 from laga_attn.train.demo import demo
 
@@ -20,7 +22,9 @@ app = typer.Typer(
 )
 app.command()(train)
 app.command()(demo)
+app.command()(generate)
 app.command()(doctor)
+app.command()(bench)
 
 
 def main() -> None:

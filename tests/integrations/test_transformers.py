@@ -157,6 +157,7 @@ def positions_and_layout(ctx):
     with torch.no_grad():
         both = model(batch.input_ids, position_ids=batch.position_ids, layout=layout).logits
         decoder = model.model(inputs_embeds=model.get_input_embeddings()(batch.input_ids), layout=layout)
+        assert decoder.cache is None  # although config.use_cache is True
         return both, model(batch.input_ids, layout=layout).logits, model.lm_head(decoder.last_hidden_state)
 
 

@@ -114,9 +114,8 @@ def bench(
             saves=save,
             rounds=rounds,
         )
-        report = run_bench(
-            grid, [parse_link(text) for text in link or ()], kernel=check_kernel(kernel), overlap=overlap
-        )
+        links = [parse_link(text) for text in link or ()]
+        report = run_bench(grid, links, kernel=check_kernel(kernel), overlap=overlap)
     except UsageError as error:
         typer.echo(f"Error: {error}", err=True)
         raise typer.Exit(2) from error

@@ -28,11 +28,10 @@ class Exchanges:
 
     def __call__(self) -> None:
         for record in self._records:
-            if record.op == "all_gather":
-                pending = all_gather_rows(
-                    self._payload[: max(record.sent_to)], self._cp, kind=record.kind, phase=record.phase
-                )
+            kind, phase = record.kind, record.phase
+            parts = [self._payload[:size] for size in record.sent_to]
+            if record.op == "all_gather":  # everyone but this rank itself is sent the same part
+                pending = all_gather_rows(max(parts, key=len), self._cp, kind=kind, phase=phase)
             else:
-                send = [self._payload[:size] for size in record.sent_to]
-                pending = exchange_rows(send, record.received_from, self._cp, kind=record.kind, phase=record.phase)
+                pending = exchange_rows(parts, record.received_from, self._cp, kind=kind, phase=phase)
             pending.wait()

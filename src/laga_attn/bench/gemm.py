@@ -5,13 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 __all__ = ["Gemm", "fastest_gemm"]
+
+Product: TypeAlias = Callable[[Tensor, Tensor], Any]
 
 _LARGEST: Final = 2048
 _SIZES: Final = (_LARGEST, 1024, 512)  # the smaller ones fit in caches
@@ -48,17 +50,15 @@ def fastest_gemm(dtype: torch.dtype, sizes: tuple[int, ...] = _SIZES) -> Gemm:
     return candidates[int(seconds.argmin())]
 
 
-def _operators(dtype: torch.dtype) -> dict[str, Callable[[Tensor, Tensor], Any]]:
-    operators: dict[str, Callable[[Tensor, Tensor], Any]] = {"torch.mm": torch.mm}
+def _operators(dtype: torch.dtype) -> dict[str, Product]:
+    operators: dict[str, Product] = {"torch.mm": torch.mm}
     # On some CPUs the default library reaches only half of what oneDNN does in fp32; the peak is the peak.
     if dtype == torch.float32 and torch.backends.mkldnn.is_available():
         operators["oneDNN"] = lambda a, b: torch.ops.mkldnn._linear_pointwise(a, b, None, "none", [], "")
     return operators
 
 
-def _repeated(
-    operator: Callable[[Tensor, Tensor], Any], size: int, dtype: torch.dtype, calls: int
-) -> Callable[[], None]:
+def _repeated(operator: Product, size: int, dtype: torch.dtype, calls: int) -> Callable[[], None]:
     a, b = (torch.randn(size, size).to(dtype) for _ in range(2))
 
     def step() -> None:

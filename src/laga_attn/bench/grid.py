@@ -69,7 +69,7 @@ class Variant:
         if self.ulysses_degree is not None:
             return f"{self.scheme} U={self.ulysses_degree} {self.save}"
         itemsize = DTYPES[cell.dtype].itemsize
-        scheme, degree = choose(cell.dims, cell.layout.local_len, cell.ranks, causal=True, itemsize=itemsize)
+        scheme, degree = choose(cell.dims, cell.layout, causal=True, itemsize=itemsize)
         return f"auto ({scheme} U={degree})"
 
 

@@ -16,11 +16,12 @@ __all__ = ["to_html"]
 
 _HOW_TO_READ: Final = """
 <p>Time is that of one forward and backward pass of attention between two barriers, on the slowest rank.
-<b>Time / explicit</b> is the median over rounds of its ratio to the baseline in the same round, explicit Ulysses with kept
-K and V and the same kernel; below 1 is faster. Whiskers span half of the rounds. <b>GEMM peak</b> is attention's FLOPs over
-the visible pairs (not those of rebuilding) per second, as a share of the fastest matrix product timed in the same rounds.
-<b>Port</b> is what a rank sends in forward and backward, <b>saved</b> what autograd keeps between them, <b>peak</b> the most
-that new tensors take at once, <b>resident</b> by how much the process grew; all of the rank that has most.</p>
+<b>Time / explicit</b> is the median over rounds of its ratio to the baseline in the same round, explicit Ulysses with
+kept K and V and the same kernel; below 1 is faster. Whiskers span half of the rounds. <b>GEMM peak</b> is attention's
+FLOPs over the visible pairs (not those of rebuilding) per second, as a share of the fastest matrix product timed in the
+same rounds. <b>Port</b> is what a rank sends in forward and backward, <b>saved</b> what autograd keeps between them,
+<b>peak</b> the most that new tensors take at once, <b>resident</b> by how much the process grew; all of the rank that
+has most.</p>
 """
 
 

@@ -1,7 +1,7 @@
 """A slower network for real: ranks in two network namespaces, as in two nodes, joined by a cable with a set rate.
 
-The cable is a veth pair whose two ends are shaped by the kernel's own queues (`tc`): tbf for a rate, netem where it is to
-have a latency, too. Ranks of one node reach each other by that node's loopback device, unshaped. Nothing sleeps to
+The cable is a veth pair whose two ends are shaped by the kernel's own queues (`tc`): tbf for a rate, netem where it is
+to have a latency, too. Ranks of one node reach each other by that node's loopback device, unshaped. Nothing sleeps to
 simulate anything, no packet leaves the two namespaces, and they vanish with the processes that live in them.
 """
 
@@ -38,6 +38,8 @@ _BURST_SECONDS: Final = 1e-3  # what may pass at once after a pause
 _LEAST_BURST: Final = 2**13  # tbf lets no packet pass that is larger
 _QUEUE_SECONDS: Final = 0.1
 _LEAST_QUEUE: Final = 2**22  # room for what TCP has under way: the queue delays, it does not drop
+
+_PACKET: Final = 1500
 
 _PROBE_SECONDS: Final = 0.5
 _PROBE_BYTES: Final = (2**16, 2**28)
@@ -80,9 +82,7 @@ def node_size(ranks: int) -> int:
         UsageError: they cannot be divided over two.
     """
     if ranks % _NODES:
-        raise UsageError(
-            f"--link places the ranks in {_NODES} nodes, which {ranks} cannot be divided over; use an even number"
-        )
+        raise UsageError(f"--link needs an even number of ranks, to place them in two nodes; got {ranks}")
     return ranks // _NODES
 
 
@@ -109,7 +109,7 @@ def two_nodes(links: Sequence[Link]) -> Iterator[tuple[Place, Place]]:
 
 
 def set_link(link: Link | None) -> None:
-    """Inside a rank of two nodes: let the cable be `link` from now on, None: as fast as it can. For all ranks together."""
+    """On all ranks of two nodes together: let the cable be `link` from now on; None: as fast as it can."""
     dist.barrier()
     if dist.get_rank() % node_size(dist.get_world_size()) == 0:  # one of each node, for its direction
         subprocess.run(_shape(link), check=True, capture_output=True)
@@ -138,29 +138,19 @@ def _shape(link: Link | None) -> list[str]:
     command = ["tc", "qdisc", "replace", "dev", _INTERFACE, "root"]
     if link is None:
         return [*command, "pfifo", "limit", "10000"]
-    queue = max(_LEAST_QUEUE, int(link.rate * _QUEUE_SECONDS / 8))
+    queue = max(_LEAST_QUEUE, int(link.rate * _QUEUE_SECONDS / 8))  # bytes
+    rate = f"{link.rate:.0f}bit"
     if link.latency:
-        packets = 1000 + int((link.latency * link.rate / 8 + queue) / 1500)
-        return [
-            *command,
-            "netem",
-            "rate",
-            f"{link.rate:.0f}bit",
-            "delay",
-            f"{link.latency * 1e6:.0f}us",
-            "limit",
-            f"{packets}",
-        ]
+        packets = int((link.latency * link.rate / 8 + queue) / _PACKET)
+        return [*command, "netem", "rate", rate, "delay", f"{link.latency * 1e6:.0f}us", "limit", f"{packets}"]
     burst = max(_LEAST_BURST, int(link.rate * _BURST_SECONDS / 8))
-    return [*command, "tbf", "rate", f"{link.rate:.0f}bit", "burst", f"{burst}b", "limit", f"{queue + burst}b"]
+    return [*command, "tbf", "rate", rate, "burst", f"{burst}b", "limit", f"{queue + burst}b"]
 
 
 def _check_machine() -> None:
     missing = [name for name in _COMMANDS if shutil.which(name) is None]
     if missing:
-        raise UsageError(
-            f"--link needs {', '.join(_COMMANDS)} (Linux, iproute2 and util-linux); not found: {', '.join(missing)}"
-        )
+        raise UsageError(f"--link needs Linux with iproute2 and util-linux; not found: {', '.join(missing)}")
     if os.geteuid() != 0:
         raise UsageError("--link makes network namespaces, which needs root; run it as root or leave --link out")
 

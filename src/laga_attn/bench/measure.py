@@ -161,8 +161,8 @@ def _take_stock(attend: Attend, inputs: Inputs) -> tuple[Traffic, Usage]:
 
     def forward() -> Tensor:
         # As in a layer, q and the latents are made just before and belong to whoever keeps them.
-        made = [tensor.clone() for tensor in (inputs.q, inputs.c_kv, inputs.k_rope)]
-        return attend(*made, inputs.weight)
+        q, c_kv, k_rope = (tensor.clone() for tensor in inputs[:3])
+        return attend(q, c_kv, k_rope, inputs.weight)
 
     def step() -> None:
         torch.autograd.grad(forward(), inputs[:4], inputs.dout)
@@ -174,11 +174,10 @@ def _take_stock(attend: Attend, inputs: Inputs) -> tuple[Traffic, Usage]:
     with TensorMemory() as memory:
         step()
     resident = resident_growth(step)
-    by_peer = zip(*(record.sent_to for record in ledger.select()), strict=True)
     return ledger, Usage(
         sent_forward=ledger.sent(phase="forward"),
         sent_backward=ledger.sent(phase="backward"),
-        sent_to=tuple(map(sum, by_peer)),
+        sent_to=tuple(map(sum, zip(*(record.sent_to for record in ledger.select()), strict=True))),
         saved=saved.nbytes,
         peak=memory.peak,
         resident=resident,

@@ -51,11 +51,7 @@ def rate_text(cell: CellReport) -> str:
 def crossover_text(crossover: Crossover) -> str:
     """Which of the two is the faster where."""
     if crossover.rate is None:
-        return (
-            "faster than the baseline at every rate"
-            if crossover.faster_below
-            else "slower than the baseline at every rate"
-        )
+        return f"{'faster' if crossover.faster_below else 'slower'} than the baseline at every rate"
     side = "below" if crossover.faster_below else "above"
     return f"faster than the baseline {side} {_bits(crossover.rate)}"
 

@@ -90,14 +90,12 @@ def make_inputs(cell: Cell, rank: int) -> Inputs:
         return torch.randn(*shape, generator=torch.Generator().manual_seed(number)).to(dtype)
 
     first = 4 * rank
+    up = random(0, dims.num_heads * dims.up_head_dim, dims.kv_lora_rank)
     return Inputs(
         q=random(first + 1, 1, tokens, dims.num_heads, dims.qk_head_dim).requires_grad_(),
         c_kv=random(first + 2, 1, tokens, dims.kv_lora_rank).requires_grad_(),
         k_rope=random(first + 3, 1, tokens, dims.qk_rope_head_dim).requires_grad_(),
-        # So small that keys and values are of the size of queries.
-        weight=(
-            random(0, dims.num_heads * dims.up_head_dim, dims.kv_lora_rank) * dims.kv_lora_rank**-0.5
-        ).requires_grad_(),
+        weight=(up * dims.kv_lora_rank**-0.5).requires_grad_(),  # keys and values of the size of queries
         dout=random(first + 4, 1, tokens, dims.num_heads, dims.v_head_dim),
     )
 

@@ -6,6 +6,7 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from laga_attn.bench.grid import Cell
@@ -132,6 +133,7 @@ def _summarize_race(cell: Cell, link: Link | None, runs: Sequence[CellRun], race
     seconds = {key: _slowest([race.seconds[key] for race in races]) for key in races[0].seconds}
     names = list(runs[0].usage)
     gemm_rates = [runs[0].gemm_flops * len(runs) / s for s in seconds[GEMM]]  # FLOP/s of all ranks together
+    ideal_seconds = [cell.attention_flops / rate for rate in gemm_rates]
     return CellReport(
         cell=cell,
         link=None if link is None else LinkReport(link.rate, link.latency, _received(races)),
@@ -139,12 +141,7 @@ def _summarize_race(cell: Cell, link: Link | None, runs: Sequence[CellRun], race
         attention_flops=cell.attention_flops,
         gemm_how=runs[0].gemm_how,
         gemm_flops_per_second=statistics.median(gemm_rates),
-        variants=[
-            _summarize_variant(
-                name, seconds, names[0], runs, _divide([cell.attention_flops] * len(gemm_rates), gemm_rates), link
-            )
-            for name in names
-        ],
+        variants=[_summarize_variant(name, seconds, names[0], runs, ideal_seconds, link) for name in names],
     )
 
 
@@ -225,7 +222,7 @@ class Crossover:
 
 
 def crossovers(curve: Sequence[CellReport]) -> list[Crossover]:
-    """Of every variant but the baseline, from races of one cell over several links: the fastest link where they meet."""
+    """Where each variant meets the baseline, from races of one cell over several links: at the fastest such link."""
     by_rate = sorted(curve, key=_rate)
     found = []
     for number, variant in enumerate(by_rate[0].variants):
@@ -233,7 +230,7 @@ def crossovers(curve: Sequence[CellReport]) -> list[Crossover]:
             continue
         points = [(math.log(_rate(report)), report.variants[number].ratio.median) for report in by_rate]
         crossing = None
-        for (x0, y0), (x1, y1) in zip(points, points[1:], strict=False):
+        for (x0, y0), (x1, y1) in pairwise(points):
             if (y0 < 1) != (y1 < 1):
                 crossing = Crossover(variant.name, math.exp(x0 + (1 - y0) / (y1 - y0) * (x1 - x0)), y0 < 1)
         found.append(crossing or Crossover(variant.name, None, points[0][1] < 1))

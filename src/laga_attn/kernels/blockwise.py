@@ -75,6 +75,11 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spans: Sequence[Span], scale: float
 
 def _attend_block(engine: FullForward | HalfForward, block: list[Tile], out: Tensor, lse: Tensor) -> None:
     """Merge the tiles of one block of queries into rows of out [Sq, Dv] and lse [Sq]."""
+    if len(block) == 1:
+        part, part_lse = engine.attend(block[0])
+        out[block[0].rows] = part
+        lse[block[0].rows] = part_lse.squeeze(1).mul_(LN2)
+        return
     rows = slice(min(t.q0 for t in block), max(t.q1 for t in block))
     acc = lse.new_zeros((rows.stop - rows.start, out.shape[1]))
     total = lse.new_full((rows.stop - rows.start, 1), -torch.inf)  # base-2 LSE so far

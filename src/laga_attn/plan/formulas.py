@@ -1,33 +1,33 @@
-"""Closed forms of what one attention call moves and computes on one rank, for `scheme="auto"` and for the tests of the
-tracer: a trace of the code must give the same integers.
+"""Closed forms of what one attention call moves and computes on one rank.
 
-With s real tokens per rank, P ranks, U = `ulysses_degree`, L = `latent_dim` and every key visible to every rank, the port
-moves in the forward pass, in elements,
+`scheme="auto"` decides by them, and a trace of the code must give the same integers. With s real tokens per rank, P ranks,
+U = `ulysses_degree`, L = `latent_dim` and every key visible to every rank, the port moves in forward, in elements,
 
     queries and outputs     s H (D_qk + D_v) (U - 1) / U
     K and V, explicit       s (H / U) (D_qk + D_v) (P - 1)
     latents, others         s L (P - 1)
 
-and the same again in gradients; `save="latent"` gathers once more, and the output's gradient carries one number more per
-head and token. A causal zigzag layout shows less: at U = 1, rank r receives the latents of s (P - 1 - r/2) tokens. So the
-forms here take the number of rows from the layout, and the full form is what the busiest rank moves.
+and the same again in gradients; `save="latent"` gathers once more, and with the output's gradient goes one number more
+per head and token. A causal zigzag layout shows less: at U = 1, rank r receives the latents of s (P - 1 - r/2) tokens. So
+the forms here take the number of rows from the layout; the full form is what the busiest rank moves.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final
 
 import numpy as np
 
-from laga_attn.attention_plan import SAVE_POLICIES, LatentDims, Save, Scheme
+from laga_attn.attention_plan import LatentDims, Save, Scheme
 from laga_attn.layout import Index, SequenceLayout
 from laga_attn.spans import Span
 
-__all__ = ["FlopCount", "PortBytes", "View", "busiest_view", "flop_count", "port_bytes", "view_of"]
+__all__ = ["FlopCount", "PortBytes", "View", "busiest_view", "flop_count", "port_bytes", "port_elements", "sent_rows", "view_of"]
 
-_CACHED: Final = 512
+_CACHED: Final = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,42 +75,31 @@ class FlopCount:
         return self.attention_forward + self.attention_backward + self.expansion_forward + self.expansion_backward
 
 
-@lru_cache(maxsize=_CACHED)
-def view_of(layout: SequenceLayout, rank: int, ulysses_degree: int, *, causal: bool, window: int | None) -> View:
+def view_of(layout: SequenceLayout, rank: int, ulysses_degree: int, *, causal: bool, window: int | None = None) -> View:
     """What a rank sees, from the ends of the chunks alone: no work per token."""
-    first = rank // ulysses_degree * ulysses_degree
-    starts, stops, documents = _chunks(layout, range(first, first + ulysses_degree))
-    offsets = np.asarray(layout.cu_seqlens, dtype=np.int64)
-    low = offsets[documents]
-    if window is not None:
-        low = np.maximum(low, starts - window + 1)
-    high = stops if causal else offsets[documents + 1]
+    members = _members(rank, ulysses_degree)
+    starts, stops, low, high = _reach(layout, members, causal, window)
     runs = zip((stops - starts).tolist(), (high - low).tolist(), strict=True)
     pairs = sum(Span(0, queries, 0, keys, causal, window).area() for queries, keys in runs)
-
-    order = np.argsort(low, kind="stable")
-    low, reach = low[order], np.maximum.accumulate(high[order])
-    before = np.concatenate([[0], reach[:-1]])  # what earlier chunks see up to
-    low = np.maximum(low, before)
-    seen = np.maximum(reach - low, 0)  # disjoint intervals [low, low + seen)
-    own_starts, own_stops, _ = _chunks(layout, (rank,))
-    own_seen = int((_covered(low, seen, own_stops) - _covered(low, seen, own_starts)).sum())
-    keys = int(seen.sum())
+    visible = _disjoint(low, high)
+    own = _chunks(layout, (rank,))
+    keys = int(visible[1].sum())
     return View(
-        tokens=int((own_stops - own_starts).sum()),
+        tokens=int((own[1] - own[0]).sum()),
         queries=int((stops - starts).sum()),
         keys=keys,
-        received=keys - own_seen,
+        received=keys - _overlap(visible, own),
         pairs=pairs,
     )
 
 
-def busiest_view(layout: SequenceLayout, ulysses_degree: int, *, causal: bool, window: int | None) -> View:
-    """The most that any rank sees, number by number; looked up at the first, middle and last Ulysses group."""
+@lru_cache(maxsize=_CACHED)
+def busiest_view(layout: SequenceLayout, ulysses_degree: int, causal: bool, window: int | None) -> View:
+    """The most that any rank sees, number by number; looked up in the first, middle and last Ulysses group."""
     size = layout.cp_size
     groups = {0, size // ulysses_degree // 2 * ulysses_degree, size - ulysses_degree}
     ranks = {rank for first in groups for rank in (first, first + ulysses_degree - 1)}
-    views = [view_of(layout, rank, ulysses_degree, causal=causal, window=window) for rank in sorted(ranks)]
+    views = [view_of(layout, rank, ulysses_degree, causal=causal, window=window) for rank in ranks]
     return View(
         tokens=max(view.tokens for view in views),
         queries=max(view.queries for view in views),
@@ -120,30 +109,140 @@ def busiest_view(layout: SequenceLayout, ulysses_degree: int, *, causal: bool, w
     )
 
 
-def port_bytes(
-    scheme: Scheme, save: Save, dims: LatentDims, view: View, ulysses_degree: int, *, batch: int, itemsize: int
-) -> PortBytes:
-    """Bytes that one rank receives from others; with every key visible it sends as many.
+def sent_rows(
+    layout: SequenceLayout, rank: int, ulysses_degree: int, *, causal: bool, window: int | None = None
+) -> int:
+    """Tokens that a rank sends to others so that they can attend, each counted once per rank that gets it."""
+    own = _chunks(layout, (rank,))
+    total = 0
+    for first in range(0, layout.cp_size, ulysses_degree):
+        _, _, low, high = _reach(layout, range(first, first + ulysses_degree), causal, window)
+        takers = ulysses_degree - (first == _members(rank, ulysses_degree).start)
+        total += takers * _overlap(_disjoint(low, high), own)
+    return total
+
+
+def port_elements(scheme: Scheme, dims: LatentDims, tokens: int, cp_size: int, ulysses_degree: int) -> float:
+    """Elements that one rank sends, and receives, in a forward pass when every key is visible to every rank.
 
     Args:
-        itemsize: of the tensors' dtype. Delta, one number per head and token, travels with the output's gradient in
-            fp32 (fp64 for fp64) and rides inside the group only.
+        tokens: real tokens that the rank holds, times the batch size.
     """
-    away = view.queries - view.tokens  # of the group's tokens, those that other ranks hold
-    heads = dims.num_heads // ulysses_degree
-    query = batch * away * heads * dims.qk_head_dim * itemsize
-    output = batch * away * heads * dims.v_head_dim * itemsize
-    delta = batch * away * heads * max(itemsize, 4)
-    width = heads * dims.kv_head_dim if scheme == "explicit" else dims.latent_dim
-    gathered = batch * view.received * width * itemsize
-    returned = _returned_rows(view) * batch * width * itemsize
-    again = gathered if save == "latent" and view.received else 0
+    width = dims.qk_head_dim + dims.v_head_dim
+    exchanged = tokens * dims.num_heads * width * (ulysses_degree - 1) / ulysses_degree
+    return exchanged + tokens * _row_width(scheme, dims, ulysses_degree) * (cp_size - 1)
+
+
+def port_bytes(
+    scheme: Scheme,
+    save: Save,
+    dims: LatentDims,
+    view: View,
+    ulysses_degree: int,
+    *,
+    batch: int,
+    itemsize: int,
+    returned: int | None = None,
+) -> PortBytes:
+    """Bytes that one rank receives from others.
+
+    Args:
+        view: what the rank sees, or what the busiest one does.
+        itemsize: of the tensors' dtype.
+        returned: rows whose gradients come home: those that the rank sent out (`sent_rows`); None: as many as it
+            received, which is so where every key is visible.
+    """
+    away = batch * (view.queries - view.tokens) * (dims.num_heads // ulysses_degree)
+    query, output = away * dims.qk_head_dim * itemsize, away * dims.v_head_dim * itemsize
+    delta = away * max(itemsize, 4)  # rides along in fp32, or fp64 for fp64
+    row = batch * itemsize * _row_width(scheme, dims, ulysses_degree)
+    gathered = row * view.received
+    gradient = row * (view.received if returned is None else returned)
     return PortBytes(
         forward=query + output + gathered,
-        backward=query + output + delta + returned + again,
+        backward=query + output + delta + gradient + (gathered if save == "latent" else 0),
     )
 
 
-def _returned_rows(view: View) -> int:
-    """Gradients come home for the rows that were sent out: with every key visible, as many as were received."""
-    return view.received
+def flop_count(
+    scheme: Scheme, save: Save, dims: LatentDims, view: View, ulysses_degree: int, *, batch: int
+) -> FlopCount:
+    """FLOPs of one rank: attention over visible pairs, and products with its heads' part of `kv_b_proj.weight`."""
+    heads = dims.num_heads // ulysses_degree
+    absorbed = scheme == "absorbed"
+    qk, v = (dims.latent_dim, dims.kv_lora_rank) if absorbed else (dims.qk_head_dim, dims.v_head_dim)
+    pairs = 2 * batch * view.pairs * heads
+    rank, nope, up = dims.kv_lora_rank, dims.qk_nope_head_dim, dims.up_head_dim
+    if absorbed:  # forward folds W_UK into q and applies W_UV; backward does the former again and has 4 gradients
+        rows = 2 * batch * view.queries * heads * rank
+        forward, backward = rows * up, rows * (3 * nope + 2 * dims.v_head_dim)
+    else:  # one expansion, its two gradients, and another expansion where K and V are not kept
+        rows = view.tokens * dims.num_heads if scheme == "explicit" else view.keys * heads
+        forward = 2 * batch * rows * rank * up
+        backward = (2 if save == "kv" else 3) * forward
+    return FlopCount(pairs * (qk + v), pairs * (3 * qk + 2 * v), forward, backward)
+
+
+def _row_width(scheme: Scheme, dims: LatentDims, ulysses_degree: int) -> int:
+    """Elements that represent one token's K and V for one rank."""
+    return dims.num_heads // ulysses_degree * dims.kv_head_dim if scheme == "explicit" else dims.latent_dim
+
+
+def _members(rank: int, ulysses_degree: int) -> range:
+    first = rank // ulysses_degree * ulysses_degree
+    return range(first, first + ulysses_degree)
+
+
+Intervals = tuple[Index, Index]
+"""Starts and lengths of disjoint ascending intervals."""
+
+
+def _chunks(layout: SequenceLayout, ranks: Iterable[int]) -> tuple[Index, Index, Index]:
+    """Starts, stops and documents of the runs of real tokens that some ranks hold."""
+    size, lengths = layout.cp_size, np.asarray(layout.lengths, dtype=np.int64)
+    pieces = 2 * size if layout.kind == "zigzag" and size > 1 else size
+    chunk = np.asarray(layout.padded_lengths, dtype=np.int64) // pieces
+    places = [c for rank in ranks for c in ((rank, pieces - 1 - rank) if pieces > size else (rank,))]
+    place = np.asarray(places, dtype=np.int64)[:, None]  # [chunks, 1] against [documents]
+    starts = np.minimum(place * chunk, lengths)
+    stops = np.minimum((place + 1) * chunk, lengths)
+    offsets = np.asarray(layout.cu_seqlens[:-1], dtype=np.int64)
+    documents = np.broadcast_to(np.arange(len(lengths)), starts.shape)
+    real = stops > starts
+    return (starts + offsets)[real], (stops + offsets)[real], documents[real]
+
+
+def _reach(
+    layout: SequenceLayout, ranks: Iterable[int], causal: bool, window: int | None
+) -> tuple[Index, Index, Index, Index]:
+    """For each run of queries: its start and stop, and the first and one past the last key that it sees."""
+    starts, stops, documents = _chunks(layout, ranks)
+    offsets = np.asarray(layout.cu_seqlens, dtype=np.int64)
+    low = offsets[documents]
+    if window is not None:
+        low = np.maximum(low, starts - window + 1)
+    return starts, stops, low, stops if causal else offsets[documents + 1]
+
+
+def _disjoint(low: Index, high: Index) -> Intervals:
+    """The union of intervals."""
+    order = np.argsort(low, kind="stable")
+    low, reach = low[order], np.maximum.accumulate(high[order])
+    low = np.maximum(low, np.concatenate([low[:1], reach[:-1]]))
+    return low, np.maximum(reach - low, 0)
+
+
+def _overlap(intervals: Intervals, chunks: tuple[Index, Index, Index]) -> int:
+    """Tokens that lie both in the intervals and in the chunks."""
+    low, lengths = intervals
+    if not len(low):
+        return 0
+    before = np.concatenate([[0], np.cumsum(lengths)])
+
+    def covered(points: Index) -> Index:
+        """Tokens of the intervals below each point."""
+        place = np.searchsorted(low, points, side="right") - 1
+        inside = np.minimum(points - low[np.maximum(place, 0)], lengths[np.maximum(place, 0)])
+        return np.where(place < 0, 0, before[np.maximum(place, 0)] + inside)
+
+    return int((covered(chunks[1]) - covered(chunks[0])).sum())

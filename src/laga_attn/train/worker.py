@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from rich.console import Console
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.rendezvous import rendezvous
 
@@ -84,13 +85,13 @@ def _process_group(options: TrainOptions) -> Iterator[torch.device]:
     dist.destroy_process_group()
 
 
-def _meeting_point(timeout: timedelta) -> tuple[dist.Store, int, int]:
+def _meeting_point(timeout: timedelta) -> tuple[Store, int, int]:
     """`(store, rank, world size)`: where the ranks find each other."""
     if "RANK" not in os.environ:
-        return torch._C._distributed_c10d.HashStore(), 0, 1
+        return HashStore(), 0, 1
     store, rank, world = next(rendezvous("env://", timeout=timeout))
     # torch's elastic launcher keeps one store for all attempts, full of addresses of ranks that are gone.
-    return dist.PrefixStore(f"attempt-{_attempt()}", store), rank, world
+    return PrefixStore(f"attempt-{_attempt()}", store), rank, world
 
 
 def _attempt() -> int:

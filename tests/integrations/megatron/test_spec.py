@@ -65,7 +65,7 @@ def test_layers_may_have_different_schemes_and_may_be_changed_again():
 
 
 def test_a_spec_without_mla_is_refused():
-    with pytest.raises(ValueError, match="no MLA layer in this spec .*multi_latent_attention=True"):
+    with pytest.raises(ValueError, match=r"no MLA layer in this spec .*multi_latent_attention=True"):
         with_laga(get_gpt_layer_local_spec())
 
 
@@ -76,7 +76,7 @@ def test_an_unknown_kind_of_mla_layer_is_refused():
     spec = layer_spec().submodules.self_attention
     unknown = ModuleSpec(module=Special, params=spec.params, submodules=spec.submodules)
     supported = ", ".join(layer.__name__ for layer in LATENT_LAYERS)
-    with pytest.raises(ValueError, match=f"Special may compute more than plain MLA.*{supported}"):
+    with pytest.raises(ValueError, match=rf"Special may compute more than plain MLA.*{supported}"):
         with_laga(unknown)
 
 

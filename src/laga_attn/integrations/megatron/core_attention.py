@@ -17,6 +17,7 @@ from laga_attn.integrations.megatron.options import LatentOptions, cheapest_degr
 from laga_attn.integrations.megatron.packing import layout_of
 from laga_attn.integrations.megatron.refusals import check_config
 from laga_attn.integrations.megatron.up_projection import up_weight
+from laga_attn.layout import SequenceLayout
 
 __all__ = ["LatentCoreAttention"]
 
@@ -45,7 +46,7 @@ class LatentCoreAttention(MegatronModule):  # type: ignore[misc]
         attn_mask_type: Any,
         attention_type: str,
         attention_dropout: float | None = None,
-        softmax_scale: float | None = None,  # None only in a first, discarded build
+        softmax_scale: float | None = None,
         k_channels: int | None = None,
         v_channels: int | None = None,
         cp_comm_type: str | None = None,
@@ -77,7 +78,7 @@ class LatentCoreAttention(MegatronModule):  # type: ignore[misc]
         self.options = options
         self.reference = reference
         self.attn_mask_type = attn_mask_type
-        self.softmax_scale = softmax_scale
+        self.softmax_scale = self.dims.qk_head_dim**-0.5 if softmax_scale is None else softmax_scale
         self.window = window_of(config, layer_number)
         self.cp = context_parallel(groups.cp, options.ulysses_degree, cp_comm_type)
         self.current_max_attn_logits = None
@@ -124,7 +125,7 @@ class LatentCoreAttention(MegatronModule):  # type: ignore[misc]
         c_kv, k_rope = latent[..., : self.dims.kv_lora_rank], latent[..., self.dims.kv_lora_rank :]
         weight = up_weight(self._layer[0])
         out = latent_attention(
-            q, c_kv, k_rope, weight, layout=layout, cp=self._grid(q, causal), scheme=self.options.scheme,
+            q, c_kv, k_rope, weight, layout=layout, cp=self._grid(q, layout, causal, window), scheme=self.options.scheme,
             qk_nope_head_dim=self.dims.qk_nope_head_dim, v_head_dim=self.dims.v_head_dim,
             softmax_scale=self.softmax_scale, causal=causal, window=window, save=self.options.save,
         )  # [b, s, h, v]  # fmt: skip
@@ -137,16 +138,14 @@ class LatentCoreAttention(MegatronModule):  # type: ignore[misc]
             self.current_max_attn_logits = largest if before is None else torch.maximum(before, largest)
         return out.squeeze(0).flatten(1) if packed else out.transpose(0, 1).flatten(2)
 
-    def _grid(self, q: Tensor, causal: bool) -> ContextParallel:
+    def _grid(self, q: Tensor, layout: SequenceLayout, causal: bool, window: int | None) -> ContextParallel:
         """The ranks with a Ulysses degree; `scheme="auto"` chooses one together with the scheme."""
         if self.cp.size == 1 or self.cp.ulysses_degree is not None or self.options.scheme == "auto":
             return self.cp
-        tokens = q.shape[0] * q.shape[1]
-        return self.cp.with_ulysses(
-            cheapest_degree(
-                self.options.scheme, self.dims, tokens, self.cp.size, causal=causal, itemsize=q.element_size()
-            )
+        degree = cheapest_degree(
+            self.options, self.dims, layout, causal=causal, window=window, batch=q.shape[0], itemsize=q.element_size()
         )
+        return self.cp.with_ulysses(degree)
 
 
 def _drop_extra_state(module: Any, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:

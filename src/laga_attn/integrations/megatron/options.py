@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias, cast
+from functools import lru_cache
+from typing import Any, Final, Literal, TypeAlias, cast
 
 from laga_attn.attention_plan import SAVE_POLICIES, SCHEMES, LatentDims, Scheme
 from laga_attn.auto import FLOPS_PER_PORT_BYTE, estimate, legal_degrees
 from laga_attn.grid import ContextParallel
+from laga_attn.layout import SequenceLayout
 
 __all__ = ["LatentOptions", "UlyssesDegree", "cheapest_degree", "context_parallel"]
 
 UlyssesDegree: TypeAlias = int | Literal["auto"]
+
+_CACHED: Final = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,12 +75,23 @@ def context_parallel(group: Any, ulysses_degree: UlyssesDegree, cp_comm_type: st
     return cp.with_ulysses(degree)
 
 
-def cheapest_degree(scheme: str, dims: LatentDims, tokens: int, cp_size: int, *, causal: bool, itemsize: int) -> int:
-    """The Ulysses degree of least cost for a scheme, by the rule of `laga_attn.auto`."""
-    return min(
-        (
-            estimate(cast(Scheme, scheme), dims, tokens, cp_size, degree, causal=causal, itemsize=itemsize)
-            for degree in legal_degrees(cp_size, dims.num_heads)
-        ),
-        key=lambda cost: cost.total(FLOPS_PER_PORT_BYTE),
-    ).ulysses_degree
+@lru_cache(maxsize=_CACHED)
+def cheapest_degree(
+    options: LatentOptions,
+    dims: LatentDims,
+    layout: SequenceLayout,
+    *,
+    causal: bool,
+    window: int | None,
+    batch: int,
+    itemsize: int,
+) -> int:
+    """The Ulysses degree of least cost for the scheme of `options`, by the rule of `laga_attn.auto`."""
+    costs = [
+        estimate(
+            cast(Scheme, options.scheme), dims, layout, degree, causal=causal, window=window, batch=batch,
+            itemsize=itemsize, save=options.save,
+        )
+        for degree in legal_degrees(layout.cp_size, dims.num_heads)
+    ]  # fmt: skip
+    return min(costs, key=lambda cost: cost.total(FLOPS_PER_PORT_BYTE)).ulysses_degree

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from laga_attn.layout import SequenceLayout
@@ -44,16 +45,16 @@ def layout_of(packed: Any, local_tokens: int, cp_size: int) -> SequenceLayout:
     key = (cp_size, *((id(t), t._version) if t is not None else None for t in offsets))
     known = vars(packed).get(_MEMO)
     if known is None or known[0] != key:
-        q, q_padded, kv, kv_padded = (None if t is None else t.tolist() for t in offsets)
-        known = (key, _read(q, q_padded, kv, kv_padded, cp_size))
+        known = (key, _read([None if t is None else t.tolist() for t in offsets], cp_size))
         vars(packed)[_MEMO] = known
     layout: SequenceLayout = known[1]
     return layout
 
 
-def _read(
-    q: list[int], q_padded: list[int] | None, kv: list[int] | None, kv_padded: list[int] | None, cp_size: int
-) -> SequenceLayout:
+def _read(offsets: Sequence[list[int] | None], cp_size: int) -> SequenceLayout:
+    q, q_padded, kv, kv_padded = offsets
+    if q is None:
+        raise ValueError("packed_seq_params has no cu_seqlens_q, so the documents are unknown")
     for name, of_q, of_kv in (("cu_seqlens", q, kv), ("cu_seqlens_padded", q_padded, kv_padded)):
         if of_kv is not None and of_kv != of_q:
             raise ValueError(

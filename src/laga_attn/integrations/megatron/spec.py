@@ -19,9 +19,7 @@ __all__ = ["with_laga"]
 Spec = TypeVar("Spec")
 
 
-def with_laga(
-    spec: Spec, *, scheme: str = "laga", ulysses_degree: UlyssesDegree = "auto", save: str = "auto"
-) -> Spec:
+def with_laga(spec: Spec, *, scheme: str = "laga", ulysses_degree: UlyssesDegree = "auto", save: str = "auto") -> Spec:
     """The same spec with latents on the wire in every MLA self-attention layer that it describes.
 
         spec = laga.megatron.with_laga(get_gpt_layer_local_spec(multi_latent_attention=True), scheme="laga")
