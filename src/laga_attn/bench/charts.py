@@ -14,10 +14,10 @@ from typing import Final
 
 __all__ = ["Bar", "Line", "Point", "bar_chart", "line_chart", "ticks"]
 
-_WIDTH: Final = 760
-_LABELS, _VALUES = 180, 130  # columns left and right of the bars
+_WIDTH: Final = 980
+_LABELS, _VALUES = 190, 120  # columns left and right of the bars
 _ROW, _TOP, _BOTTOM = 26, 8, 26
-_LINE_HEIGHT: Final = 360
+_LINE_HEIGHT: Final = 400
 _LINE_LEFT, _LINE_RIGHT, _LINE_TOP, _LINE_BOTTOM = 52, 16, 14, 44
 _DASHES: Final = ("", "7 4", "2 4", "9 4 2 4", "14 4", "1 3 5 3")
 

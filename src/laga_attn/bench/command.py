@@ -36,8 +36,8 @@ def bench(
         Option(
             "--preset",
             metavar="quick|full|paper",
-            help="Sizes and variants to start from: quick takes under two minutes on two idle cores, full hours, "
-            "paper (128 heads, 8 ranks) most of a day. The options below replace parts of it.",
+            help="Sizes and variants to start from: quick takes under two minutes on two idle cores, full and "
+            "paper (128 heads, 8 ranks) hours. The options below replace parts of it.",
         ),
     ] = "quick",
     ranks: Annotated[

@@ -16,12 +16,13 @@ __all__ = ["to_html"]
 
 _HOW_TO_READ: Final = """
 <p>Time is that of one forward and backward pass of attention between two barriers, on the slowest rank.
-<b>Time / explicit</b> is the median over rounds of its ratio to the baseline in the same round, explicit Ulysses with
-kept K and V and the same kernel; below 1 is faster. Whiskers span half of the rounds. <b>GEMM peak</b> is attention's
-FLOPs over the visible pairs (not those of rebuilding) per second, as a share of the fastest matrix product timed in the
-same rounds. <b>Port</b> is what a rank sends in forward and backward, <b>saved</b> what autograd keeps between them,
+<b>Time ratio</b> is the median over rounds of its ratio to the baseline in the same round, explicit Ulysses with kept K
+and V and the same kernel; below 1 is faster. Whiskers span half of the rounds. <b>Of GEMM peak</b>: attention's FLOPs
+over the visible pairs (not those of rebuilding) per second, as a share of the fastest matrix product timed in the same
+rounds. <b>Port</b> is what a rank sends in forward and backward, <b>saved</b> what autograd keeps between them,
 <b>peak</b> the most that new tensors take at once, <b>resident</b> by how much the process grew; all of the rank that
-has most.</p>
+has most. <b>Waiting</b>: time of the exchanges alone, as a share of the variant's time. <b>Hidden</b>: how much longer
+the variant takes when no exchange overlaps with computation, as a share of the time of the exchanges alone.</p>
 """
 
 
@@ -62,7 +63,7 @@ def _race(cell: CellReport) -> str:
         Bar(v.name, v.ratio.median, f"{v.ratio.median:.2f}", _style(v), spread=(v.ratio.low, v.ratio.high))
         for v in cell.variants
     ]
-    parts.append(_panel("Time / explicit", bar_chart(ratios, name="Time ratios", reference=1.0)))
+    parts.append(_panel("Time ratio", bar_chart(ratios, name="Time ratios", reference=1.0)))
     sent = [Bar(v.name, v.sent / MIB, f"{v.sent / MIB:.1f}", _style(v)) for v in cell.variants]
     parts.append(_panel("Bytes through a rank's port, MiB", bar_chart(sent, name="Port bytes in MiB")))
     memory = [
@@ -93,7 +94,7 @@ def _curve(cells: Sequence[CellReport]) -> str:
     labels = [(_rate(cell), rate_text(cell)) for cell in ordered]
     chart = line_chart(lines, labels, name="Time ratios over bandwidth", reference=1.0)
     crossings = "".join(f"<li>{escape(f'{c.name}: {crossover_text(c)}')}</li>" for c in crossovers(ordered))
-    return _panel("Time / explicit over the bandwidth between two nodes", f"{chart}<ul>{crossings}</ul>")
+    return _panel("Time ratio over the bandwidth between two nodes", f"{chart}<ul>{crossings}</ul>")
 
 
 def _point(cell: CellReport, variant: VariantReport) -> Point:

@@ -157,6 +157,7 @@ def run_worker(options: GenerateOptions) -> int:
 
     try:
         check(options, int(os.environ.get("WORLD_SIZE", "1")))
+        _hide_progress_bars()
         with _ranks(options) as (cp, device):
             report = generate(options, cp, device, show)
     except UsageError as error:
@@ -194,6 +195,14 @@ def _ranks(options: GenerateOptions) -> Iterator[tuple[ContextParallel, torch.de
         dist.barrier()
     finally:
         dist.destroy_process_group()
+
+
+def _hide_progress_bars() -> None:
+    """Those of Transformers, which would stand between the text."""
+    from transformers.utils import logging
+
+    bars: Any = logging
+    bars.disable_progress_bar()
 
 
 def _rate(tokens: int, seconds: float) -> str:

@@ -1,15 +1,15 @@
 """Closed forms of what one attention call moves and computes on one rank.
 
-`scheme="auto"` decides by them, and a trace of the code must give the same integers. With s real tokens per rank, P ranks,
-U = `ulysses_degree`, L = `latent_dim` and every key visible to every rank, the port moves in forward, in elements,
+`scheme="auto"` decides by them, and a trace of the code must give the same integers. With s real tokens per rank, P
+ranks, U = `ulysses_degree`, L = `latent_dim` and every key visible to every rank, the port moves in forward, in elements,
 
     queries and outputs     s H (D_qk + D_v) (U - 1) / U
     K and V, explicit       s (H / U) (D_qk + D_v) (P - 1)
     latents, others         s L (P - 1)
 
 and the same again in gradients; `save="latent"` gathers once more, and with the output's gradient goes one number more
-per head and token. A causal zigzag layout shows less: at U = 1, rank r receives the latents of s (P - 1 - r/2) tokens. So
-the forms here take the number of rows from the layout; the full form is what the busiest rank moves.
+per head and token. A causal zigzag layout shows less: at U = 1, rank r receives the latents of s (P - 1 - r/2) tokens.
+So the forms here take the number of rows from the layout; the full form is what the busiest rank moves.
 """
 
 from __future__ import annotations
@@ -25,7 +25,17 @@ from laga_attn.attention_plan import LatentDims, Save, Scheme
 from laga_attn.layout import Index, SequenceLayout
 from laga_attn.spans import Span
 
-__all__ = ["FlopCount", "PortBytes", "View", "busiest_view", "flop_count", "port_bytes", "port_elements", "sent_rows", "view_of"]
+__all__ = [
+    "FlopCount",
+    "PortBytes",
+    "View",
+    "busiest_view",
+    "flop_count",
+    "port_bytes",
+    "port_elements",
+    "sent_rows",
+    "view_of",
+]
 
 _CACHED: Final = 256
 

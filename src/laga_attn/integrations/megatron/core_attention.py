@@ -125,8 +125,8 @@ class LatentCoreAttention(MegatronModule):  # type: ignore[misc]
         c_kv, k_rope = latent[..., : self.dims.kv_lora_rank], latent[..., self.dims.kv_lora_rank :]
         weight = up_weight(self._layer[0])
         out = latent_attention(
-            q, c_kv, k_rope, weight, layout=layout, cp=self._grid(q, layout, causal, window), scheme=self.options.scheme,
-            qk_nope_head_dim=self.dims.qk_nope_head_dim, v_head_dim=self.dims.v_head_dim,
+            q, c_kv, k_rope, weight, layout=layout, cp=self._grid(q, layout, causal, window),
+            scheme=self.options.scheme, qk_nope_head_dim=self.dims.qk_nope_head_dim, v_head_dim=self.dims.v_head_dim,
             softmax_scale=self.softmax_scale, causal=causal, window=window, save=self.options.save,
         )  # [b, s, h, v]  # fmt: skip
         if self._tracks_max_logits:
