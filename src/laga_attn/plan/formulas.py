@@ -162,15 +162,19 @@ def port_bytes(
         returned: rows whose gradients come home: those that the rank sent out (`sent_rows`); None: as many as it
             received, which is so where every key is visible.
     """
-    away = batch * (view.queries - view.tokens) * (dims.num_heads // ulysses_degree)
-    query, output = away * dims.qk_head_dim * itemsize, away * dims.v_head_dim * itemsize
-    delta = away * max(itemsize, 4)  # rides along in fp32, or fp64 for fp64
+    heads = dims.num_heads // ulysses_degree
+    arriving = batch * (view.queries - view.tokens) * heads * itemsize  # queries and gradients of outputs, per element
+    returning = batch * (ulysses_degree - 1) * view.tokens * heads * itemsize  # outputs and gradients of queries
+    delta = max(1, 4 // itemsize)  # one number per head and token in fp32, or fp64 for fp64, beside the output's gradient
     row = batch * itemsize * _row_width(scheme, dims, ulysses_degree)
     gathered = row * view.received
     gradient = row * (view.received if returned is None else returned)
     return PortBytes(
-        forward=query + output + gathered,
-        backward=query + output + delta + gradient + (gathered if save == "latent" else 0),
+        forward=arriving * dims.qk_head_dim + returning * dims.v_head_dim + gathered,
+        backward=arriving * (dims.v_head_dim + delta)
+        + returning * dims.qk_head_dim
+        + gradient
+        + (gathered if save == "latent" else 0),
     )
 
 

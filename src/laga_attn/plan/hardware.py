@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import yaml
 
-from laga_attn.plan.errors import PlanError
+from laga_attn.train.errors import UsageError
 
 __all__ = ["Figure", "Hardware", "load_hardware", "preset_names"]
 
@@ -82,7 +82,7 @@ def load_hardware(name_or_path: str) -> Hardware:
     In a file, figures that are left out are taken from the preset that its `base` names (`h100` by default).
 
     Raises:
-        PlanError: neither a preset nor a file; a file that is no YAML, with the line; figures that are unknown or not
+        UsageError: neither a preset nor a file; a file that is no YAML, with the line; figures that are unknown or not
             positive numbers with a source.
     """
     presets = _presets()
@@ -90,16 +90,16 @@ def load_hardware(name_or_path: str) -> Hardware:
         return _hardware(name_or_path.lower(), presets[name_or_path.lower()])
     path = Path(name_or_path)
     if not path.is_file():
-        raise PlanError(f"--hardware {name_or_path}: neither a preset ({', '.join(presets)}) nor a YAML file")
+        raise UsageError(f"--hardware {name_or_path}: neither a preset ({', '.join(presets)}) nor a YAML file")
     given = _parse(path.read_text(encoding="utf-8"), str(path))
     if not isinstance(given, Mapping):
-        raise PlanError(f"{path}: expected a mapping such as 'memory_gb: {{value: 80, source: ..., date: ...}}'")
+        raise UsageError(f"{path}: expected a mapping such as 'memory_gb: {{value: 80, source: ..., date: ...}}'")
     base = str(given.get("base", "h100"))
     if base not in presets:
-        raise PlanError(f"{path}: unknown base {base!r}; choose one of {', '.join(presets)}")
+        raise UsageError(f"{path}: unknown base {base!r}; choose one of {', '.join(presets)}")
     unknown = sorted(set(map(str, given)) - {"base", "title", *_FIGURES})
     if unknown:
-        raise PlanError(f"{path}: unknown figure {unknown[0]!r}; known are title, base, {', '.join(_FIGURES)}")
+        raise UsageError(f"{path}: unknown figure {unknown[0]!r}; known are title, base, {', '.join(_FIGURES)}")
     return _hardware(path.stem, {**presets[base], "title": path.stem, **given}, where=str(path))
 
 
@@ -114,22 +114,22 @@ def _parse(text: str, where: str) -> Any:
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         place = f" line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        raise PlanError(f"{where}{place}: not valid YAML: {getattr(error, 'problem', error)}") from None
+        raise UsageError(f"{where}{place}: not valid YAML: {getattr(error, 'problem', error)}") from None
 
 
 def _hardware(name: str, entry: Mapping[str, Any], where: str = "hardware.yaml") -> Hardware:
     figures = {key: _figure(entry[key], f"{where}: {key}") for key in _FIGURES}
     for key in (key for key in _FIGURES if key.endswith("_efficiency")):
         if figures[key].value > 1:
-            raise PlanError(f"{where}: {key} is a fraction of the peak, at most 1; got {figures[key].value}")
+            raise UsageError(f"{where}: {key} is a fraction of the peak, at most 1; got {figures[key].value}")
     return Hardware(name=name, title=str(entry["title"]), **figures)
 
 
 def _figure(entry: Any, where: str) -> Figure:
     fields = {"value", "source", "date"}
     if not isinstance(entry, Mapping) or set(entry) != fields:
-        raise PlanError(f"{where} needs value, source and date, as in {{value: 80, source: datasheet, date: 2024-01}}")
+        raise UsageError(f"{where} needs value, source and date, as in {{value: 80, source: datasheet, date: 2024-01}}")
     value = entry["value"]
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
-        raise PlanError(f"{where}: value must be a positive number, got {value!r}")
+        raise UsageError(f"{where}: value must be a positive number, got {value!r}")
     return Figure(float(value), str(entry["source"]), str(entry["date"]))

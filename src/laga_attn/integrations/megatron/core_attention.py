@@ -80,6 +80,7 @@ class LatentCoreAttention(MegatronModule):  # type: ignore[misc]
         self.attn_mask_type = attn_mask_type
         self.softmax_scale = self.dims.qk_head_dim**-0.5 if softmax_scale is None else softmax_scale
         self.window = window_of(config, layer_number)
+        self.cp_comm_type = cp_comm_type
         self.cp = context_parallel(groups.cp, options.ulysses_degree, cp_comm_type)
         self.current_max_attn_logits = None
         self._tracks_max_logits = any(getattr(config, o, False) for o in ("qk_clip", "log_max_attention_logit"))

@@ -21,6 +21,7 @@ __all__ = [
     "HAS_DOWN_PROJECTION_HOOK",
     "RETURNS_COMPRESSED",
     "process_groups",
+    "process_groups_argument",
     "rotary_arguments",
 ]
 
@@ -60,6 +61,11 @@ FUSED_ROTARY: Final = mla.fused_apply_mla_rope_for_q
 def process_groups(layer: Any) -> Any:
     """The process groups of an attention layer: `.tp`, `.cp` and others."""
     return getattr(layer, _GROUPS)
+
+
+def process_groups_argument(layer: Any) -> dict[str, Any]:
+    """The process groups of an attention layer, as a keyword argument for its parts."""
+    return {_GROUPS: process_groups(layer)}
 
 
 def rotary_arguments(packed: Any) -> dict[str, Any]:

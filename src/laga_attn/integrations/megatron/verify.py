@@ -141,18 +141,18 @@ def _stock_core(layer: Any) -> nn.Module:
     return stock.train(layer.training)
 
 
-def _run(model: nn.Module, batch: Mapping[str, Any], mask: Tensor | None, layer: Any) -> tuple[float, dict[str, Tensor]]:
+def _run(model: Any, batch: Mapping[str, Any], mask: Tensor | None, layer: Any) -> tuple[float, dict[str, Tensor]]:
     """Mean loss, and every parameter's gradient summed over the context-parallel ranks, on the CPU."""
     groups, sequence_parallel = process_groups(layer), layer.config.sequence_parallel
     _clear_gradients(model)
     with model.no_sync() if hasattr(model, "no_sync") else nullcontext():
-        losses = model(**batch)  # [b, s]
+        losses: Tensor = model(**batch)  # [b, s]
         weights = torch.ones_like(losses) if mask is None else mask.to(losses.dtype)
-        total = torch.stack([(losses * weights).sum(), weights.sum()])
-        share, count = total[0], total[1].detach().clone()
+        count = weights.sum()
         dist.all_reduce(count, group=groups.cp)
-        (share / count).backward()
-    loss = (share / count).detach()
+        share = (losses * weights).sum() / count
+        torch.autograd.backward(share)
+    loss = share.detach().clone()
     dist.all_reduce(loss, group=groups.cp)
     gradients = {}
     for name, parameter in model.named_parameters():
@@ -174,6 +174,7 @@ def _gradient(parameter: Any) -> Tensor | None:
 
 
 def _clear_gradients(model: nn.Module) -> None:
+    parameter: Any
     for parameter in model.parameters():
         parameter.grad = None
         if getattr(parameter, "main_grad", None) is not None:
