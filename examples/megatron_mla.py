@@ -8,6 +8,7 @@ attention. Without a GPU it uses gloo, and the work-arounds of this repository's
 for granted about GPUs.
 """
 
+# ruff: noqa: E402  (Megatron is imported after the choice of how to import it)
 from __future__ import annotations
 
 import argparse

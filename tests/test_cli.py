@@ -61,6 +61,7 @@ def write_unusable(folder: Path) -> None:
     (folder / "llama.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 300}))
     (folder / "no.json").write_text("{}")
     (folder / "few.json").write_text(json.dumps({**MICRO, "vocab_size": 256}))
+    (folder / "dropout.json").write_text(json.dumps({**MICRO, "attention_dropout": 0.1}))
     (folder / "bare").mkdir()
     (folder / "bare" / "config.json").write_text(json.dumps(MICRO))
     (folder / "full").mkdir()
@@ -85,6 +86,7 @@ def mistakes(folder: Path) -> dict[str, tuple[list[str], str]]:
         "not mla": (["--model", f"{folder}/llama.json"], "(llama) is not a multi-head latent attention model"),
         "no model": (["--model", f"{folder}/no.json"], "is not a Hugging Face model config"),
         "vocabulary": (["--model", f"{folder}/few.json"], "has vocab_size 256; training on bytes needs at least 257"),
+        "dropout": (["--model", f"{folder}/dropout.json"], "has attention_dropout 0.1"),
         "no weights": (["--model", f"{folder}/bare"], "holds no *.safetensors weights"),
         "no run": (["--resume"], "--resume: there is no checkpoint in"),
         "old run": (["--out", f"{folder}/full"], "already holds a run; continue it with --resume or choose another"),

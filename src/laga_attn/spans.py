@@ -1,8 +1,8 @@
 """Spans: which queries of a kernel call see which keys.
 
-A kernel knows masks only as a list of spans. One span is a rectangle of query rows and key rows in the call's own
-coordinates, optionally cut by a causal diagonal and a sliding window; causal masks, zigzag shards, packed documents and
-windows are all lists of spans.
+A kernel knows masks only as a list of spans. One span is a rectangle of query rows and key rows in the call's
+own coordinates, optionally cut by a causal diagonal and a sliding window; causal masks, zigzag shards, packed
+documents and windows are all lists of spans.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ _FIELDS = 6
 class Span:
     """One rectangle, or band, of visible (query, key) pairs.
 
-    Row ``i`` of the span's ``q_len`` queries and row ``j`` of its ``k_len`` keys are ``d = (i + k_len - q_len) - j`` apart:
-    the last query is aligned with the last key. The pair is visible if and only if ``d >= 0`` where ``causal``, and
-    ``d < window`` where a window is given.
+    Row ``i`` of the span's ``q_len`` queries and row ``j`` of its ``k_len`` keys are ``d = (i + k_len -
+    q_len) - j`` apart: the last query is aligned with the last key. The pair is visible if and only if ``d >=
+    0`` where ``causal``, and ``d < window`` where a window is given.
 
     Args:
         q_start: first query row.
@@ -64,7 +64,7 @@ class Span:
         return seen - (_triangle(self.k_len - self.window) - _triangle(first - self.window))
 
     def trimmed(self) -> Span:
-        """The same visible pairs without leading queries that see no key and leading keys that no query sees."""
+        """The same visible pairs, without leading queries that see nothing and leading keys nothing sees."""
         if not self.causal:
             return self
         blind = min(max(self.q_len - self.k_len, 0), self.q_len)  # their last visible key would lie before key 0

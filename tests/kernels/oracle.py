@@ -89,7 +89,11 @@ def problem(
     def draw(*shape: int) -> Tensor:
         return torch.randn(shape, generator=g, dtype=torch.float64).to(dtype)
 
-    q, k, v = draw(batch, rows, heads, dims[0]), draw(batch, keys, kv_heads, dims[0]), draw(batch, keys, kv_heads, dims[1])
+    q, k, v = (
+        draw(batch, rows, heads, dims[0]),
+        draw(batch, keys, kv_heads, dims[0]),
+        draw(batch, keys, kv_heads, dims[1]),
+    )
     dlse = draw(batch, heads, rows).to(torch.float64 if dtype == torch.float64 else torch.float32)
     dlse = dlse * mask(spans, rows, keys).any(dim=1)  # lse of a query that sees nothing is constant
     return Problem(q, k, v, draw(batch, rows, heads, dims[1]), dlse, list(spans), dims[0] ** -0.5)

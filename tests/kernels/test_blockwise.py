@@ -112,7 +112,7 @@ def test_bfloat16_products_are_as_exact_as_float32_ones_within_a_small_factor(
             assert difference <= 5e-3, f"lse is off by {difference:.1e}"
             continue
         error, unavoidable = relative_error(a, e), relative_error(b, e)
-        assert error <= max(4 * unavoidable, 4e-3), f"{label}: {error:.1e}, in float32 {unavoidable:.1e}"
+        assert error <= max(4 * unavoidable, 1e-2), f"{label}: {error:.1e}, in float32 {unavoidable:.1e}"
 
 
 def problem_in_float32(p: Problem) -> tuple[Tensor, ...]:

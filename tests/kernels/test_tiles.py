@@ -13,7 +13,14 @@ from tests.kernels.oracle import mask
 def spans(draw: st.DrawFn) -> Span:
     causal = draw(st.booleans())
     window = draw(st.none() | st.integers(1, 30)) if causal else None
-    return Span(draw(st.integers(0, 3)), draw(st.integers(0, 25)), draw(st.integers(0, 3)), draw(st.integers(0, 25)), causal, window)
+    return Span(
+        draw(st.integers(0, 3)),
+        draw(st.integers(0, 25)),
+        draw(st.integers(0, 3)),
+        draw(st.integers(0, 25)),
+        causal,
+        window,
+    )
 
 
 def scores_after_hiding(cut: list[Tile], shape: tuple[int, int], size: int) -> torch.Tensor:

@@ -154,6 +154,12 @@ def test_other_data_cannot_continue_a_run(ranks, folder, reference):
     ranks(4).run_raises(run, options, error=UsageError, match="other data or another --seed")
 
 
+def test_a_gradient_that_is_not_finite_ends_the_run_on_every_rank(ranks, folder):
+    options = micro_options(folder, "diverged", cp=4, lr=1e30, warmup=0, save_every=1)
+    ranks(4).run_raises(run, options, error=UsageError, match="gradient of step 2 is not finite")
+    assert len(losses(options)) == 1
+
+
 def test_the_export_is_a_transformers_checkpoint_that_can_be_trained_on(ranks, folder, reference):
     from transformers import AutoModelForCausalLM
 

@@ -57,7 +57,7 @@ def test_damage_elsewhere_than_at_the_end_is_an_error(tmp_path):
 def test_a_pipe_gets_one_line_per_step_and_a_hidden_screen_nothing():
     for visible in (True, False):
         text = io.StringIO()
-        with Screen(Console(file=text, width=60), 0, 9, visible=visible) as screen:
+        with Screen(Console(file=text, width=60, soft_wrap=True), 0, 9, visible=visible) as screen:
             screen.show(metrics(4, 2.5))
         expected = "step 4/9  loss 2.5000  2,000 tokens/s  port 3.00 MiB/step  peak 200 MiB\n"
         assert text.getvalue() == (expected if visible else "")

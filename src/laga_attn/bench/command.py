@@ -8,7 +8,7 @@ import platform
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast, get_args
 
 import torch
 import typer
@@ -18,7 +18,7 @@ from typer import Option
 from laga_attn.bench.grid import DTYPES, Grid, preset
 from laga_attn.bench.html import to_html
 from laga_attn.bench.link import Link, node_size, parse_link, two_nodes
-from laga_attn.bench.ranks import run_on_ranks
+from laga_attn.bench.ranks import Device, run_on_ranks
 from laga_attn.bench.report import print_report, to_json
 from laga_attn.bench.run import Task, check_kernel, run_rank
 from laga_attn.bench.summary import CellReport, Report, summarize
@@ -69,6 +69,10 @@ def bench(
             rich_help_panel=_VARIANTS,
         ),
     ] = None,
+    device: Annotated[
+        str,
+        Option(metavar="cpu|cuda", help="Where the ranks compute; cuda takes one GPU per rank.", rich_help_panel=_RUN),
+    ] = "cpu",
     kernel: Annotated[str, Option(help="Attention kernel, the same for all variants.", rich_help_panel=_RUN)] = "auto",
     rounds: Annotated[int | None, Option(help="How often each variant is timed.", rich_help_panel=_RUN)] = None,
     link: Annotated[
@@ -115,7 +119,13 @@ def bench(
             rounds=rounds,
         )
         links = [parse_link(text) for text in link or ()]
-        report = run_bench(grid, links, kernel=check_kernel(kernel), overlap=overlap)
+        report = run_bench(
+            grid,
+            links,
+            device=_check_device(device, grid, links),
+            kernel=check_kernel(kernel),
+            overlap=overlap,
+        )
     except UsageError as error:
         typer.echo(f"Error: {error}", err=True)
         raise typer.Exit(2) from error
@@ -126,7 +136,9 @@ def bench(
         html.write_text(to_html(report))
 
 
-def run_bench(grid: Grid, links: list[Link], *, kernel: KernelName = "auto", overlap: bool = False) -> Report:
+def run_bench(
+    grid: Grid, links: list[Link], *, device: Device = "cpu", kernel: KernelName = "auto", overlap: bool = False
+) -> Report:
     """Measure every cell of the grid, ranks started once per number of ranks.
 
     Raises:
@@ -140,12 +152,19 @@ def run_bench(grid: Grid, links: list[Link], *, kernel: KernelName = "auto", ove
     with two_nodes(links) if links else nullcontext() as nodes:
         for ranks in grid.ranks:
             cells = tuple((cell, tuple(grid.variants(cell))) for cell in grid.cells() if cell.ranks == ranks)
-            task = Task(cells, grid.rounds, kernel, tuple(links), overlap)
+            task = Task(cells, grid.rounds, device, kernel, tuple(links), overlap)
             places = [nodes[rank // node_size(ranks)] for rank in range(ranks)] if nodes else None
-            by_rank = run_on_ranks(run_rank, ranks, task, threads=max(1, _cores() // ranks), places=places)
+            threads = max(1, _cores() // ranks)
+            by_rank = run_on_ranks(run_rank, ranks, task, threads=threads, device=device, places=places)
             for (cell, _), *runs in zip(cells, *by_rank, strict=True):
                 reports += summarize(cell, links, runs)
-    options = {**asdict(grid), "kernel": kernel, "links": [str(link) for link in links], "overlap": overlap}
+    options = {
+        **asdict(grid),
+        "device": device,
+        "kernel": kernel,
+        "links": [str(link) for link in links],
+        "overlap": overlap,
+    }
     return Report(facts, options, reports)
 
 
@@ -183,3 +202,16 @@ def _check_writable(*files: Path | None) -> None:
             continue
         if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
             raise UsageError(f"{file} cannot be written; name a file in a folder that exists and is yours to write")
+
+
+def _check_device(name: str, grid: Grid, links: list[Link]) -> Device:
+    if name not in get_args(Device):
+        raise UsageError(f"--device {name!r} is unknown; choose one of {', '.join(get_args(Device))}")
+    if name == "cuda" and links:
+        raise UsageError("--link shapes the network of ranks that compute on the CPU; leave --device cuda out")
+    if name == "cuda" and torch.cuda.device_count() < max(grid.ranks):
+        raise UsageError(
+            f"--device cuda: {max(grid.ranks)} ranks need as many GPUs, and there are {torch.cuda.device_count()}; "
+            "choose fewer with --ranks"
+        )
+    return cast(Device, name)

@@ -19,12 +19,13 @@ class Exchanges:
     Args:
         records: of one step, from `laga_attn.traffic`; all ranks bring those of the same step.
         cp: the ranks.
+        device: that the bytes are on.
     """
 
-    def __init__(self, records: Sequence[Record], cp: ContextParallel) -> None:
+    def __init__(self, records: Sequence[Record], cp: ContextParallel, device: torch.device) -> None:
         self._records, self._cp = list(records), cp
         largest = max((size for r in records for size in r.sent_to), default=0)
-        self._payload = torch.zeros(largest, dtype=torch.uint8)
+        self._payload = torch.zeros(largest, dtype=torch.uint8, device=device)
 
     def __call__(self) -> None:
         for record in self._records:

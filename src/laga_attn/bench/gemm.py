@@ -15,8 +15,7 @@ __all__ = ["Gemm", "fastest_gemm"]
 
 Product: TypeAlias = Callable[[Tensor, Tensor], Any]
 
-_LARGEST: Final = 2048
-_SIZES: Final = (_LARGEST, 1024, 512)  # the smaller ones fit in caches
+_SIZES: Final = (2048, 1024, 512)  # the smaller ones fit in the caches of a core
 _REPEAT: Final = 2
 
 
@@ -34,33 +33,37 @@ class Gemm:
     step: Callable[[], object]
 
 
-def fastest_gemm(dtype: torch.dtype, sizes: tuple[int, ...] = _SIZES) -> Gemm:
+def fastest_gemm(dtype: torch.dtype, device: torch.device, finish: Callable[[], object]) -> Gemm:
     """Time products of several sizes by every operator that does them; keep what is fastest on all ranks.
 
     Collective over the default process group: threads of all ranks compete for the machine as they do in attention.
+
+    Args:
+        dtype: of the matrices.
+        device: of the matrices.
+        finish: waits for what was left to the device.
     """
     candidates = [
-        Gemm(f"{name} of {size} x {size} matrices", 2 * calls * size**3, _repeated(operator, size, dtype, calls))
-        for size in sizes
-        for name, operator in _operators(dtype).items()
-        for calls in [(max(sizes) // size) ** 3]  # the same FLOPs in every candidate
+        Gemm(f"{name} of {size} x {size} matrices", 2 * calls * size**3, _repeated(operator, a, b, calls))
+        for size in _SIZES
+        for calls in [(max(_SIZES) // size) ** 3]  # the same FLOPs in every candidate
+        for a, b in [tuple(torch.randn(size, size).to(device, dtype) for _ in range(2))]
+        for name, operator in _operators(dtype, device).items()
     ]
-    seconds = torch.tensor([_best_seconds(candidate.step) for candidate in candidates], dtype=torch.float64)
+    seconds = torch.tensor([_best_seconds(candidate.step, finish) for candidate in candidates], dtype=torch.float64)
     dist.all_reduce(seconds, dist.ReduceOp.MAX)
     return candidates[int(seconds.argmin())]
 
 
-def _operators(dtype: torch.dtype) -> dict[str, Product]:
+def _operators(dtype: torch.dtype, device: torch.device) -> dict[str, Product]:
     operators: dict[str, Product] = {"torch.mm": torch.mm}
     # On some CPUs the default library reaches only half of what oneDNN does in fp32; the peak is the peak.
-    if dtype == torch.float32 and torch.backends.mkldnn.is_available():
+    if device.type == "cpu" and dtype == torch.float32 and torch.backends.mkldnn.is_available():
         operators["oneDNN"] = lambda a, b: torch.ops.mkldnn._linear_pointwise(a, b, None, "none", [], "")
     return operators
 
 
-def _repeated(operator: Product, size: int, dtype: torch.dtype, calls: int) -> Callable[[], None]:
-    a, b = (torch.randn(size, size).to(dtype) for _ in range(2))
-
+def _repeated(operator: Product, a: Tensor, b: Tensor, calls: int) -> Callable[[], None]:
     def step() -> None:
         for _ in range(calls):
             operator(a, b)
@@ -68,11 +71,12 @@ def _repeated(operator: Product, size: int, dtype: torch.dtype, calls: int) -> C
     return step
 
 
-def _best_seconds(step: Callable[[], object]) -> float:
+def _best_seconds(step: Callable[[], object], finish: Callable[[], object]) -> float:
     best = float("inf")
     for _ in range(_REPEAT):
         dist.barrier()
         started = time.perf_counter()
         step()
+        finish()
         best = min(best, time.perf_counter() - started)
     return best

@@ -69,7 +69,7 @@ class Usage:
         sent_to: of both, by peer.
         saved: what autograd keeps for backward, weights excluded.
         peak: the most that tensors made during the step took at once, q and latents included as long as they are kept.
-        resident: by which the process grew at most; None where the kernel cannot tell.
+        resident: by which the process grew at most; None where the kernel cannot tell, and on a GPU.
     """
 
     sent_forward: int
@@ -126,8 +126,9 @@ def measure(
         if contestant.without_overlap is not None:
             steps[name, "no overlap"] = _step(contestant.without_overlap, inputs)
         if contestant.exchanges:
-            steps[name, "exchanges"] = Exchanges(ledger.select(), cp)
-    gemm = fastest_gemm(inputs.q.dtype)
+            steps[name, "exchanges"] = Exchanges(ledger.select(), cp, inputs.q.device)
+    finish = torch.cuda.synchronize if inputs.q.is_cuda else _nothing
+    gemm = fastest_gemm(inputs.q.dtype, inputs.q.device, finish)
     steps[GEMM] = gemm.step
 
     races = []
@@ -137,7 +138,7 @@ def measure(
             say(f"  link {link}")
             set_link(link)
             rate = received_rate(link)
-        races.append(RaceRun(race(steps, rounds, dist.barrier), rate))
+        races.append(RaceRun(race(steps, rounds, dist.barrier, finish), rate))
     return CellRun(usage, gemm.how, gemm.flops, races)
 
 
@@ -171,14 +172,30 @@ def _take_stock(attend: Attend, inputs: Inputs) -> tuple[Traffic, Usage]:
         with saved_tensors(excluded=[inputs.weight]) as saved:
             out = forward()
         torch.autograd.grad(out, inputs[:4], inputs.dout)
-    with TensorMemory() as memory:
-        step()
-    resident = resident_growth(step)
+    peak = _peak_on_gpu(step) if inputs.q.is_cuda else _peak_on_cpu(step)
+    resident = None if inputs.q.is_cuda else resident_growth(step)
     return ledger, Usage(
         sent_forward=ledger.sent(phase="forward"),
         sent_backward=ledger.sent(phase="backward"),
         sent_to=tuple(map(sum, zip(*(record.sent_to for record in ledger.select()), strict=True))),
         saved=saved.nbytes,
-        peak=memory.peak,
+        peak=peak,
         resident=resident,
     )
+
+
+def _peak_on_cpu(step: Callable[[], object]) -> int:
+    with TensorMemory() as memory:
+        step()
+    return memory.peak
+
+
+def _peak_on_gpu(step: Callable[[], object]) -> int:
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    step()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def _nothing() -> None:
+    """On a CPU every step is finished when it returns."""

@@ -14,7 +14,10 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 def race(
-    steps: Mapping[Key, Callable[[], object]], rounds: int, barrier: Callable[[], object]
+    steps: Mapping[Key, Callable[[], object]],
+    rounds: int,
+    barrier: Callable[[], object],
+    finish: Callable[[], object] = lambda: None,
 ) -> dict[Key, list[float]]:
     """Wall seconds that this rank spent in each step, by round.
 
@@ -26,6 +29,7 @@ def race(
         steps: what to time; warmed up already. The same keys in the same order on all ranks.
         rounds: how often.
         barrier: returns once all ranks have called it.
+        finish: waits for what a step has left to a device.
     """
     seconds: dict[Key, list[float]] = {key: [] for key in steps}
     collecting = gc.isenabled()
@@ -34,9 +38,11 @@ def race(
     try:
         for number in range(rounds):
             for key in random.Random(number).sample(list(steps), len(steps)):
+                finish()
                 barrier()
                 started = time.perf_counter()
                 steps[key]()
+                finish()
                 seconds[key].append(time.perf_counter() - started)
     finally:
         if collecting:

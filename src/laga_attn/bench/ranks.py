@@ -9,13 +9,15 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 
-__all__ = ["Place", "run_on_ranks"]
+__all__ = ["Device", "Place", "run_on_ranks"]
+
+Device = Literal["cpu", "cuda"]
 
 _CLONE_NEWNET: Final = 0x40000000
 
@@ -38,15 +40,18 @@ def run_on_ranks(
     size: int,
     *args: object,
     threads: int = 1,
+    device: Device = "cpu",
     places: Sequence[Place] | None = None,
 ) -> list[Any]:
-    """`function(*args)` in `size` new processes that form the default process group over gloo.
+    """`function(*args)` in `size` new processes that form the default process group.
 
     Args:
         function: a function at the top of its module.
         size: number of processes.
         args: its arguments; like the results they must be picklable.
         threads: that each process computes with.
+        device: CPU tensors travel by gloo. With `"cuda"` each process gets a GPU, and tensors there travel by NCCL; where
+            there are fewer GPUs than processes, these share them and use gloo, for NCCL refuses.
         places: of the ranks; None: all on the loopback device of this machine, on Linux, else as the host name says.
 
     Returns:
@@ -56,7 +61,9 @@ def run_on_ranks(
         Exception: a process could not be started or failed; its traceback is in the message.
     """
     with tempfile.TemporaryDirectory(prefix="laga-attn-") as folder:
-        context = spawn(_run_rank, args=(size, Path(folder), threads, places, function, args), nprocs=size, join=False)
+        context = spawn(
+            _run_rank, args=(size, Path(folder), threads, device, places, function, args), nprocs=size, join=False
+        )
         assert context is not None
         try:
             while not context.join():
@@ -73,13 +80,19 @@ def _run_rank(
     size: int,
     folder: Path,
     threads: int,
+    device: Device,
     places: Sequence[Place] | None,
     function: Callable[..., Any],
     args: tuple[object, ...],
 ) -> None:
     torch.set_num_threads(threads)
     _move_to(places[rank] if places else None)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
+    backend = "gloo"
+    if device == "cuda":
+        gpus = torch.cuda.device_count()
+        torch.cuda.set_device(rank % gpus)
+        backend = f"cpu:gloo,cuda:{'nccl' if gpus >= size else 'gloo'}"
+    dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=size)
     torch.save(function(*args), folder / f"result-{rank}")
     dist.barrier()
     dist.destroy_process_group()

@@ -14,6 +14,7 @@ from laga_attn.attention import latent_attention
 from laga_attn.bench.grid import DTYPES, Cell, Variant
 from laga_attn.bench.link import Link
 from laga_attn.bench.measure import Attend, CellRun, Contestant, Inputs, measure, say
+from laga_attn.bench.ranks import Device
 from laga_attn.grid import ContextParallel
 from laga_attn.kernels import KernelName
 from laga_attn.train.errors import UsageError
@@ -33,6 +34,7 @@ class Task:
 
     cells: tuple[tuple[Cell, tuple[Variant, ...]], ...]
     rounds: int
+    device: Device
     kernel: KernelName
     links: tuple[Link, ...]
     overlap: bool
@@ -49,7 +51,7 @@ def run_rank(task: Task) -> list[CellRun]:
             )
             for number, variant in enumerate(variants)
         }
-        inputs = make_inputs(cell, dist.get_rank())
+        inputs = make_inputs(cell, dist.get_rank(), torch.device(task.device))
         runs.append(measure(contestants, inputs, task.rounds, links=task.links))
     return runs
 
@@ -82,12 +84,12 @@ def contestant(
     return Contestant(attend(True), attend(False) if overlap else None, overlap or exchanges)
 
 
-def make_inputs(cell: Cell, rank: int) -> Inputs:
+def make_inputs(cell: Cell, rank: int, device: torch.device) -> Inputs:
     """Random inputs of a rank: the same for every contestant, the weight the same on all ranks."""
     dims, dtype, tokens = cell.dims, DTYPES[cell.dtype], cell.layout.local_len
 
     def random(number: int, *shape: int) -> Tensor:
-        return torch.randn(*shape, generator=torch.Generator().manual_seed(number)).to(dtype)
+        return torch.randn(*shape, generator=torch.Generator().manual_seed(number)).to(device, dtype)
 
     first = 4 * rank
     up = random(0, dims.num_heads * dims.up_head_dim, dims.kv_lora_rank)

@@ -21,8 +21,8 @@ from laga_attn.kernels import KernelName, select
 
 __all__ = ["REBUILD_COST", "attend", "crossover"]
 
-REBUILD_COST: Final = 0.9
-"""Time of a FLOP of rebuilding K and V over one of attention, as measured by `benchmarks/inference.py crossover`."""
+REBUILD_COST: Final = 1.0
+"""Time of a FLOP of rebuilding over one of attention: 0.84 to 1.09 by `benchmarks/inference.py crossover` on CPU."""
 
 
 def crossover(dims: LatentDims) -> int:

@@ -1,8 +1,8 @@
 """Blockwise attention for any device: tiles of scores, never the whole matrix.
 
-Plain 2-D matrix products, one head at a time, into scratch that is allocated once per call: on CPU they reach the speed of
-the matrix library, where batched ones do not. What a tile does is in ``full`` (any dtype and device) and ``half`` (bfloat16
-on CPUs that multiply it in hardware).
+Plain 2-D matrix products, one head at a time, into scratch that is allocated once per call: on CPU they reach
+the speed of the matrix library, where batched ones do not. What a tile does is in ``full`` (any dtype and
+device) and ``half`` (bfloat16 on CPUs that multiply it in hardware).
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ _FEW_KEYS = 512
 
 
 def split(spans: Sequence[Span], half: bool) -> tuple[list[Span], list[Span]]:
-    """Divide spans among ``full`` and ``half``: queries that see at most 512 keys are computed in full precision.
+    """Divide spans among ``full`` and, where ``half`` is allowed, the queries that see more than 512 keys.
 
-    Rounding errors average out over the keys that a query sees, and its output shrinks with their number: the largest
-    errors relative to the largest outputs are those of queries that see few. Few keys also mean little work.
+    Rounding errors average out over the keys that a query sees, and its output shrinks with their number: the
+    largest errors relative to the largest outputs are those of queries that see few. Few keys also mean
+    little work.
     """
     full, many = [], []
     for s in live(spans):

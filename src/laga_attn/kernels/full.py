@@ -1,7 +1,7 @@
 """Blockwise attention of one head in the accumulation dtype (float32 or float64).
 
-Exponents are base 2 with the softmax scale folded into the queries: exp(scale * s - lse) = exp2(score - log2(e) * lse) with
-score = scale * log2(e) * s.
+Exponents are base 2 with the softmax scale folded into the queries:
+exp(scale * s - lse) = exp2(score - log2(e) * lse) with score = scale * log2(e) * s.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LN2 = math.log(2)
 
 
 class Scores:
-    """Base-2 scores of one head, tile by tile. Holds queries and keys of the head, contiguous and in the acc dtype."""
+    """Base-2 scores of one head, tile by tile, from its queries and keys in the acc dtype."""
 
     def __init__(self, q: Tensor, k: Tensor, scale: float) -> None:
         """Make room for heads of ``q`` [B, Sq, h, Dqk] and ``k`` [B, Sk, hk, Dqk]."""
@@ -40,9 +40,9 @@ class Scores:
 
 
 def softmax_(scores: Tensor) -> tuple[Tensor, Tensor]:
-    """Turn base-2 scores [rows, keys] into weights in place, 1 at the largest: their sums and base-2 LSE, both [rows, 1].
+    """Turn base-2 scores [rows, keys] into weights, in place; returns their sums and base-2 LSE, [rows, 1].
 
-    Every row holds a score above -inf.
+    The largest weight of a row is 1. Every row holds a score above -inf.
     """
     top = scores.amax(dim=1, keepdim=True)
     total = scores.sub_(top).exp2_().sum(dim=1, keepdim=True)
@@ -65,7 +65,7 @@ class FullForward:
         self.v.copy_(v)
 
     def attend(self, tile: Tile) -> tuple[Tensor, Tensor]:
-        """Output [rows, Dv], valid until the next call, and base-2 LSE [rows, 1] of the tile's queries over its keys."""
+        """Output [rows, Dv], valid until the next call, and base-2 LSE [rows, 1] of a tile's queries."""
         rows, keys = tile.shape
         weights = self.weights[: rows * keys].view(rows, keys)
         self.scores.compute(tile.rows, tile.keys, weights)
@@ -89,7 +89,7 @@ class FullBackward:
         self.triangles = Triangles.build(min(tile), scores.q)
 
     def load(self, v: Tensor, dout: Tensor, delta: Tensor, lse: Tensor) -> None:
-        """Take one head: v [Sk, Dv], dout [Sq, Dv], delta and natural-log lse [Sq]; ``scores`` is loaded by its owner."""
+        """Take one head: v [Sk, Dv], dout [Sq, Dv], delta [Sq] and natural-log lse [Sq]."""
         self.v.copy_(v)
         self.dout.copy_(dout)
         self.delta.copy_(delta.unsqueeze(1))

@@ -118,7 +118,7 @@ class HalfForward:
         return torch.mm(rounded, self.v[tile.keys], out=self.out[:rows]), lse
 
     def _centred_weights(self, tile: Tile) -> Tensor | None:
-        """Normalised weights into ``weights``, and their base-2 LSE; None if centred scores are too coarse."""
+        """Normalised weights into ``weights``; returns their base-2 LSE, or None if scores are too coarse."""
         ends = _ends(tile)
         if ends is None:
             return None

@@ -22,9 +22,9 @@ BackwardFn = Callable[
 def define_operators(name: str, forward: ForwardFn, backward: BackwardFn) -> None:
     """Register ``laga_attn::{name}_forward`` and ``laga_attn::{name}_backward``.
 
-    As operators, the kernels run under ``FakeTensorMode`` without touching data, are one node for ``torch.compile``, and
-    count the FLOPs of the visible pairs, not those of the tiles that they happen to compute. They have no autograd formula:
-    the schemes call forward and backward themselves.
+    As operators, the kernels run under ``FakeTensorMode`` without touching data, are one node for
+    ``torch.compile``, and count the FLOPs of the visible pairs, not those of the tiles that they happen to
+    compute. They have no autograd formula: the schemes call forward and backward themselves.
     """
 
     def forward_op(q: Tensor, k: Tensor, v: Tensor, spans: Sequence[int], scale: float) -> tuple[Tensor, Tensor]:

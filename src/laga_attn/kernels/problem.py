@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -28,14 +29,15 @@ def acc_dtype(dtype: torch.dtype) -> torch.dtype:
 def empty_rows(like: Tensor, heads: int, width: int, dtype: torch.dtype) -> Tensor:
     """Uninitialised [B, S, heads, width] for the rows of ``like`` [B, S, ...], stored sequence-first.
 
-    Collectives exchange whole rows, so results are laid out [S, B, heads, width] and leave without a packing copy.
+    Collectives exchange whole rows, so results are laid out [S, B, heads, width] and leave without a packing
+    copy.
     """
     batch, rows = like.shape[:2]
     return like.new_empty((rows, batch, heads, width), dtype=dtype).transpose(0, 1)
 
 
 def empty_gradients(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Uninitialised dq, dk, dv of an attention call; shared dk and dv are sums over heads in the acc dtype."""
+    """Uninitialised dq, dk, dv; those of a shared key/value head are sums over heads, in the acc dtype."""
     dtype = acc_dtype(q.dtype) if k.shape[2] < q.shape[2] else q.dtype
     return (
         empty_rows(q, q.shape[2], q.shape[3], q.dtype),
@@ -100,7 +102,7 @@ def _check_spans(spans: Sequence[Span], q_rows: int, k_rows: int) -> None:
         if s.q_start + s.q_len > q_rows or s.k_start + s.k_len > k_rows:
             raise ValueError(f"{s} reaches outside the {q_rows} query rows and {k_rows} key rows of the call")
     taken = sorted((s.q_start, s.q_start + s.q_len) for s in spans if s.q_len)
-    for (_, end), (start, _) in zip(taken, taken[1:], strict=False):
+    for (_, end), (start, _) in pairwise(taken):
         if start < end:
             raise ValueError(f"two spans hold query row {start}: each query row may be in one span only")
 

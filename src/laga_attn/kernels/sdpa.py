@@ -1,9 +1,9 @@
 """Attention through PyTorch's fused kernels: flash attention on CPU, memory-efficient attention on CUDA.
 
-Two of their habits are worked around here. Their causal mask is aligned top-left, so that a causal span is cut into a full
-rectangle and a square with the diagonal, merged by LSE. And their backward derives delta from ``out``, while a caller who
-also differentiates the LSE has another delta: it rides along as extra columns of ``dout`` that meet ones in ``v``, with
-``out`` set to zero, so that the kernel's own dP is dout V^T - delta.
+Two of their habits are worked around here. Their causal mask is aligned top-left, so that a causal span is
+cut into a full rectangle and a square with the diagonal, merged by LSE. And their backward derives delta from
+``out``, while a caller who also differentiates the LSE has another delta: it rides along as extra columns of
+``dout`` that meet ones in ``v``, with ``out`` set to zero, so that the kernel's own dP is dout V^T - delta.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def backward(
 
 
 def _with_delta(dout: Tensor, delta: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """``dout`` extended by -delta and ``v`` by ones; a half-precision delta takes three columns for its 24 bits."""
+    """``dout`` extended by -delta and ``v`` by ones; in half precision, 24 bits of delta take 3 columns."""
     rest = -delta.transpose(1, 2)  # [B, Sq, h]
     columns = []
     for _ in range(1 if dout.dtype == delta.dtype else 3):

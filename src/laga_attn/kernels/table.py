@@ -95,15 +95,16 @@ class Kernel:
 
         Args:
             q: [B, Sq, h, Dqk].
-            k: [B, Sk, hk, Dqk] and v: [B, Sk, hk, Dv], with hk == h, or hk == 1 for one head shared by all. Any strides
-                with a contiguous last dim; both may be views of one buffer.
+            k: [B, Sk, hk, Dqk] and v: [B, Sk, hk, Dv], with hk == h, or hk == 1 for one head shared by all.
+                Any strides with a contiguous last dim; both may be views of one buffer.
             v: see k.
-            spans: query ranges are disjoint; key ranges may overlap. Rows in no span may hold anything, NaN included.
+            spans: query ranges are disjoint; key ranges may overlap. Rows in no span may hold anything, NaN
+            included.
             softmax_scale: factor on the scores before softmax.
 
         Returns:
-            out [B, Sq, h, Dv] in the dtype of q, stored sequence-first, and lse [B, h, Sq], natural log, in float32 (float64
-            for float64 inputs). A query that sees no key has out 0 and lse -inf.
+            out [B, Sq, h, Dv] in the dtype of q, stored sequence-first, and lse [B, h, Sq], natural log, in
+            float32 (float64 for float64 inputs). A query that sees no key has out 0 and lse -inf.
 
         Raises:
             ValueError: shapes, dtypes, devices or spans that do not fit together.
@@ -127,18 +128,19 @@ class Kernel:
 
         Args:
             dout: [B, Sq, h, Dv], gradient of out.
-            delta: [B, h, Sq] in the dtype of lse: sum(dout * out) over the head dim, minus the gradient of lse if any.
+            delta: [B, h, Sq] in the dtype of lse: sum(dout * out) over the head dim, minus the gradient of
+            lse if any.
             q: as in the forward call, like k, v, spans and softmax_scale.
             k: see q.
             v: see q.
-            lse: [B, h, Sq] from the forward call, or merged over more keys than these: the gradients are then these keys'
-                share.
+            lse: [B, h, Sq] from the forward call, or merged over more keys than these: the gradients are then
+                these keys' share.
             spans: see q.
             softmax_scale: see q.
 
         Returns:
-            dq, dk, dv in the dtype of q, stored sequence-first; with a shared key/value head under more than one query head,
-            dk and dv are sums over heads in the dtype of lse.
+            dq, dk, dv in the dtype of q, stored sequence-first; with a shared key/value head under more than
+            one query head, dk and dv are sums over heads in the dtype of lse.
 
         Raises:
             ValueError: shapes, dtypes, devices or spans that do not fit together.
@@ -197,7 +199,7 @@ def support_table(
     window: bool = False,
     shared_kv: bool = False,
 ) -> list[dict[str, str]]:
-    """The table for one case, a dict of plain strings a row: kernel, devices, dtypes, head dims, features, usable.
+    """The table for one case, a dict of plain strings a row.
 
     ``usable`` is "yes", "yes (auto)" for the row that ``select("auto", ...)`` takes, or the reason why not.
     """

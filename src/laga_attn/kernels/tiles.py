@@ -15,7 +15,7 @@ __all__ = ["Tile", "Triangles", "live", "row_blocks", "tiles", "visible_tile"]
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Query rows ``q0:q1`` by key rows ``k0:k1`` of a call; each of those rows is in some visible pair of the tile.
+    """Query rows ``q0:q1`` by key rows ``k0:k1`` of a call, all of them in visible pairs of the tile.
 
     Row ``r`` of the tile sees its column ``c`` if and only if ``c <= diagonal + r`` (None: no such bound) and
     ``c > edge + r`` (None: no such bound).

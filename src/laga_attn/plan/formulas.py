@@ -1,7 +1,8 @@
 """Closed forms of what one attention call moves and computes on one rank.
 
-`scheme="auto"` decides by them, and a trace of the code must give the same integers. With s real tokens per rank, P
-ranks, U = `ulysses_degree`, L = `latent_dim` and every key visible to every rank, the port moves in forward, in elements,
+`scheme="auto"` decides by them, and a trace of the code must give the same integers. With s real tokens per rank,
+P ranks, U = `ulysses_degree`, L = `latent_dim` and every key visible to every rank, the port moves in forward, in
+elements,
 
     queries and outputs     s H (D_qk + D_v) (U - 1) / U
     K and V, explicit       s (H / U) (D_qk + D_v) (P - 1)
@@ -165,7 +166,7 @@ def port_bytes(
     heads = dims.num_heads // ulysses_degree
     arriving = batch * (view.queries - view.tokens) * heads * itemsize  # queries and gradients of outputs, per element
     returning = batch * (ulysses_degree - 1) * view.tokens * heads * itemsize  # outputs and gradients of queries
-    delta = max(1, 4 // itemsize)  # one number per head and token in fp32, or fp64 for fp64, beside the output's gradient
+    delta = max(1, 4 // itemsize)  # one number per head and token, fp32 or fp64, goes with the output's gradient
     row = batch * itemsize * _row_width(scheme, dims, ulysses_degree)
     gathered = row * view.received
     gradient = row * (view.received if returned is None else returned)

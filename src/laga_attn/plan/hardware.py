@@ -43,7 +43,7 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """A device in its node and network. Bandwidths are GB/s in one direction, times microseconds; see `hardware.yaml`."""
+    """A device in its node and network: GB/s in one direction, microseconds, fractions; see `hardware.yaml`."""
 
     name: str
     title: str

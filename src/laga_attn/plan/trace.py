@@ -66,7 +66,8 @@ class Trace(TorchDispatchMode):
         memory: the log of storages.
         transfers: the collectives, in order.
         flops: by part of the layer and phase.
-        hbm_bytes: read and written by operators, by phase, kernels counted as reading and writing each tensor once.
+        hbm_bytes: read and written by operators that compute nothing but elements (`None`), and by products of each
+            part, by phase; kernels count as reading and writing each tensor once.
         calls: operators that move or compute something, by phase: each is a kernel launch.
         uncounted: operators of other libraries whose FLOPs are not known.
         saved_bytes: in distinct storages that autograd keeps for backward, those of parameters not counted.
@@ -77,7 +78,7 @@ class Trace(TorchDispatchMode):
         self.memory = MemoryLog()
         self.transfers: list[Transfer] = []
         self.flops: Counter[tuple[Part, Phase]] = Counter()
-        self.hbm_bytes: Counter[Phase] = Counter()
+        self.hbm_bytes: Counter[tuple[Part | None, Phase]] = Counter()
         self.calls: Counter[Phase] = Counter()
         self.uncounted: set[str] = set()
         self.saved_bytes = 0
@@ -150,14 +151,14 @@ class Trace(TorchDispatchMode):
             self.memory.watch(tensor, func)
         if self._inside:
             return  # the kernel counts as one operator
-        self.hbm_bytes[self._phase] += moved_bytes(func, args, kwargs, made)
         self.calls[self._phase] += 1
         flops = count_flops(func, args, kwargs, result)
-        if flops is None:
-            if func.namespace not in _KNOWN_NAMESPACES:
-                self.uncounted.add(str(func))
-        elif flops:
+        if flops is None and func.namespace not in _KNOWN_NAMESPACES:
+            self.uncounted.add(str(func))
+        part = part_of(func) if flops else None
+        if flops:
             self.flops[part_of(func), self._phase] += flops
+        self.hbm_bytes[part, self._phase] += moved_bytes(func, args, kwargs, made)
 
     def _run_kernel(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if self._scratch is not None:

@@ -13,11 +13,13 @@ __all__ = ["fake_ranks"]
 
 
 @contextmanager
-def fake_ranks(size: int, rank: int) -> Iterator[ContextParallel]:
+def fake_ranks(
+    size: int, rank: int, ulysses_degree: int | None = None, *, two_level: bool = False
+) -> Iterator[ContextParallel]:
     """Be rank `rank` of `size` context-parallel ranks that exist in name only.
 
-    Collectives return at once and leave their results as they were allocated; sizes are right, values are not. On
-    the device side the group looks like NCCL's: pieces of an all-to-all are sent from where they lie.
+    Collectives return at once and leave their results as they were allocated: sizes are right, values are not. As with
+    NCCL, the pieces of an all-to-all are sent from where they lie.
 
     Raises:
         ValueError: a rank outside the group, or a process group that this process has joined already.
@@ -28,13 +30,13 @@ def fake_ranks(size: int, rank: int) -> Iterator[ContextParallel]:
         yield ContextParallel.none()
         return
     if dist.is_initialized():
-        raise ValueError("this process has joined a real process group; plan in a process of its own")
+        raise ValueError("this process has joined a process group; plan in a process of its own")
     from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
 
     dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
     try:
         world = dist.group.WORLD
         assert world is not None
-        yield ContextParallel(world)
+        yield ContextParallel(world, ulysses_degree, two_level=two_level)
     finally:
         dist.destroy_process_group()

@@ -156,7 +156,7 @@ def train(
         options = TrainOptions(
             model=model,
             data=tuple(data or ()),
-            out=out if out is not None else Path("runs", Path(model).stem),
+            out=out if out is not None else Path("runs", Path(model).resolve().name.removesuffix(".json")),
             export=export,
             steps=steps,
             seq_len=seq_len,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import resource
 import sys
 import time
@@ -51,7 +52,8 @@ def train(run: Run, device: torch.device, stop: StopRequest, console: Console) -
     All ranks of the default process group call this with equal arguments.
 
     Raises:
-        UsageError: the run cannot be resumed, or the model cannot be parallelised. Raised on every rank.
+        UsageError: the run cannot be resumed, the model cannot be parallelised, or the gradient is not finite.
+            Raised on every rank.
     """
     options, rank = run.options, dist.get_rank()
     model = build(run.model, options, device)
@@ -157,44 +159,54 @@ def _step(worker: _Worker, done: int, rows: list[Row], stop: StopRequest) -> tup
     """One optimizer step, and whether any rank has been asked to stop."""
     started = time.perf_counter()
     options, device = worker.run.options, worker.device
-    cp_size = worker.run.ranks.context_parallel
-    shards = [shard_row(row, cp_size, worker.rank % cp_size, device) for row in rows]
-    valid = sum(int(shard.loss_mask.sum()) for _, shard in shards)
-    tokens = int(reduce([valid], dist.ReduceOp.SUM, device)[0])
-    loss_sum = 0.0
     with traffic() as ledger:
-        for layout, shard in shards:
-            with torch.autocast(device.type, torch.bfloat16, enabled=options.dtype == "bf16"):
-                loss = token_loss_sum(worker.model, layout, shard)
-            # Divided by the tokens of all ranks and all passes: gradients then only need to be summed.
-            torch.autograd.backward(loss / max(1, tokens))
-            loss_sum += loss.item()
+        loss, tokens = _backward(worker, rows)
     parameters = [parameter for parameter in worker.model.parameters() if parameter.requires_grad]
     reduce_gradients(parameters, dist.group.WORLD)
-    norm = nn.utils.clip_grad_norm_(parameters, options.clip or float("inf"))
+    norm = float(nn.utils.clip_grad_norm_(parameters, options.clip or math.inf))
+    if not math.isfinite(norm):
+        raise UsageError(
+            f"the gradient of step {done + 1} is not finite (loss {loss}); go back to a checkpoint with --resume and "
+            "a lower --lr"
+        )
     lr = learning_rate(options, done)
     for group in worker.optimizer.param_groups:
         group["lr"] = lr
     worker.optimizer.step()
     worker.optimizer.zero_grad(set_to_none=True)
 
-    total_loss = reduce([loss_sum], dist.ReduceOp.SUM, device)[0]
-    stopping, port_bytes, peak_bytes = reduce(
-        [float(stop.requested()), ledger.sent(), _peak_bytes(device)], dist.ReduceOp.MAX, device
-    )
+    largest = [float(stop.requested()), ledger.sent(), _peak_bytes(device)]
+    stopping, port_bytes, peak_bytes = reduce(largest, dist.ReduceOp.MAX, device)
     seconds = time.perf_counter() - started
     metrics = StepMetrics(
         step=done + 1,
-        loss=total_loss / max(1, tokens),
+        loss=loss,
         tokens=tokens,
         lr=lr,
-        grad_norm=float(norm),
+        grad_norm=norm,
         seconds=seconds,
         tokens_per_second=tokens / seconds,
         port_bytes=int(port_bytes),
         peak_bytes=int(peak_bytes),
     )
     return metrics, bool(stopping)
+
+
+def _backward(worker: _Worker, rows: list[Row]) -> tuple[float, int]:
+    """Add up the gradients of this rank's rows; mean loss and number of tokens over all ranks."""
+    options, device = worker.run.options, worker.device
+    cp_size = worker.run.ranks.context_parallel
+    shards = [shard_row(row, cp_size, worker.rank % cp_size, device) for row in rows]
+    valid = sum(int(shard.loss_mask.sum()) for _, shard in shards)
+    tokens = int(reduce([valid], dist.ReduceOp.SUM, device)[0])
+    loss_sum = 0.0
+    for layout, shard in shards:
+        with torch.autocast(device.type, torch.bfloat16, enabled=options.dtype == "bf16"):
+            loss = token_loss_sum(worker.model, layout, shard)
+        # Divided by the tokens of all ranks and all rows: gradients then only need to be summed.
+        torch.autograd.backward(loss / max(1, tokens))
+        loss_sum += loss.item()
+    return reduce([loss_sum], dist.ReduceOp.SUM, device)[0] / max(1, tokens), tokens
 
 
 def _peak_bytes(device: torch.device) -> int:

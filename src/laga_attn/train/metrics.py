@@ -121,8 +121,7 @@ class Screen(AbstractContextManager["Screen"]):
         )
         self._progress.update(self._task, completed=metrics.step, facts=facts)
         if self._lines:
-            line = f"step {metrics.step}/{self._steps}  {facts}"
-            self._console.print(line, highlight=False, soft_wrap=True)
+            self._console.print(f"step {metrics.step}/{self._steps}  {facts}")
 
 
 def draw_loss(metrics: list[StepMetrics], path: Path) -> None:

@@ -70,7 +70,8 @@ def check(config: PreTrainedConfig, options: TrainOptions, ranks: Ranks) -> None
     """Whether the model can be trained as asked.
 
     Raises:
-        UsageError: not an MLA model, too few token ids, heads that do not divide, or too long a sequence.
+        UsageError: not an MLA model, attention dropout, too few token ids, heads that do not divide, or too long a
+            sequence.
     """
     missing = [field for field in _MLA_FIELDS if not isinstance(getattr(config, field, None), int)]
     if missing:
@@ -78,6 +79,10 @@ def check(config: PreTrainedConfig, options: TrainOptions, ranks: Ranks) -> None
             f"--model {options.model} ({config.model_type}) is not a multi-head latent attention model: its "
             f"config has no {', '.join(missing)}; choose a DeepSeek-style model or one of the presets "
             f"{', '.join(preset_names())}"
+        )
+    if dropout := getattr(config, "attention_dropout", 0.0):
+        raise UsageError(
+            f"--model {options.model} has attention_dropout {dropout}, which split attention does not do; set it to 0"
         )
     if config.vocab_size < VOCAB_SIZE:
         raise UsageError(

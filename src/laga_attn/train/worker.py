@@ -37,7 +37,8 @@ def run_worker(options: TrainOptions, stop_file: Path | None = None) -> int:
     """
     from laga_attn.train.loop import train
 
-    console, errors = Console(), Console(stderr=True)
+    plain = {"markup": False, "highlight": False, "soft_wrap": True}
+    console, errors = Console(**plain), Console(stderr=True, **plain)
     rank = int(os.environ.get("RANK", "0"))
     restarted = _attempt() > 0
     with StopRequest(stop_file).listening() as stop:
@@ -46,7 +47,7 @@ def run_worker(options: TrainOptions, stop_file: Path | None = None) -> int:
                 run = everywhere(lambda: examine(options, dist.get_world_size(), restarted=restarted))
                 train(run, device, stop, console)
         except UsageError as error:
-            errors.print(f"Error: {error}", markup=False, highlight=False, soft_wrap=True)
+            errors.print(f"Error: {error}")
             return _USAGE
         except (Exception, CheckpointException) as error:  # the latter is a BaseException
             lost = _loss_of_contact(error)
@@ -55,10 +56,7 @@ def run_worker(options: TrainOptions, stop_file: Path | None = None) -> int:
                 return _FAILED
             errors.print(
                 f"Error: rank {rank} lost another rank, which has died or has not answered for "
-                f"{options.timeout:g} s (--timeout); continue from the last checkpoint with --resume. [{lost}]",
-                markup=False,
-                highlight=False,
-                soft_wrap=True,
+                f"{options.timeout:g} s (--timeout); continue from the last checkpoint with --resume. [{lost}]"
             )
             return _FAILED
     return _OK
