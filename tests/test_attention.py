@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 import torch
 
 import laga_attn as laga
+from laga_attn import attention
 from laga_attn.layout import SequenceLayout
-from tests.compare import assert_bitwise
+from tests.compare import assert_bitwise, relative_error
 from tests.oracle import Case, make_inputs
 from tests.ranks_attention import Run, attend, layout_of, parallel
 
@@ -72,9 +71,7 @@ BAD = {
 @pytest.mark.parametrize("name", BAD)
 def test_bad_arguments_raise_the_same_error_on_every_rank(ranks, name):
     changes, message = BAD[name]
-    started = time.monotonic()
     ranks(3).run_raises(_call, changes, match=message)
-    assert time.monotonic() - started < 20
 
 
 @pytest.mark.parametrize("name", BAD)
@@ -95,6 +92,7 @@ DIFFERENT = {
     "save policy": ({"options": {"save": "gathered"}}, "save"),
     "causal": ({"options": {"causal": False}}, "causal"),
     "scale": ({"options": {"softmax_scale": 0.25}}, "softmax_scale"),
+    "head group": ({"options": {"head_group": 2}}, "head_group: rank 0, 2 have None; rank 1 has 2"),
     "return_lse": ({"options": {"return_lse": True}}, "return_lse"),
     "a rank without trainable inputs": ({"requires_grad": ("q",)}, "wanted gradients"),
 }
@@ -195,3 +193,59 @@ def test_a_prefetched_gather_changes_no_bit_and_no_byte(ranks, scheme):
 )
 def test_a_prefetched_gather_is_refused_where_it_does_not_belong(ranks, changes, message):
     ranks(2).run_raises(_prefetched, Case(lengths=(30,)), Run(ulysses_degree=1), changes, match=message)
+
+
+@pytest.mark.parametrize("scheme", ["laga", "explicit", "absorbed"])
+def test_any_strides_of_queries_and_gradients_work(scheme):
+    case = Case(lengths=(11,))
+    inputs, layout = make_inputs(case), SequenceLayout.zigzag(11, 1)
+
+    def gradients(q, reduce):
+        leaves = [t.detach().requires_grad_() for t in (q, inputs.c_kv, inputs.k_rope, inputs.weight)]
+        out = laga.latent_attention(
+            *leaves, layout=layout, scheme=scheme, qk_nope_head_dim=case.nope, v_head_dim=case.v
+        )
+        return torch.autograd.grad(reduce(out), leaves)
+
+    scattered = inputs.q.mT.contiguous().mT
+    assert scattered.stride(-1) != 1
+    plain = gradients(inputs.q, lambda out: (out * torch.ones_like(out)).sum())
+    for q, reduce in (
+        (inputs.q, lambda out: out.sum()),
+        (inputs.q, lambda out: out.permute(3, 0, 2, 1).contiguous().view(-1).sum()),
+        (scattered, lambda out: out.mean() * out.numel()),
+    ):
+        for a, b in zip(gradients(q, reduce), plain, strict=True):
+            assert relative_error(a, b) < 1e-13
+
+
+def test_prefetch_works_under_autocast_and_autocast_leaves_fp64_alone(ranks):
+    for dtype, expected in ((torch.float32, torch.bfloat16), (torch.float64, torch.float64)):
+        assert ranks(2).run(_prefetched_under_autocast, dtype) == [expected] * 2
+
+
+def _prefetched_under_autocast(ctx, dtype):
+    layout, cp = SequenceLayout.zigzag(8, 2), laga.ContextParallel(ctx.group)
+    q, c_kv, k_rope = (torch.randn(1, 4, *shape, dtype=dtype) for shape in ((3, 10), (8,), (4,)))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        gather = laga.prefetch_latent(c_kv, k_rope, layout=layout, cp=cp)
+        return laga.latent_attention(
+            q, c_kv, k_rope, torch.randn(33, 8, dtype=dtype), layout=layout, cp=cp, qk_nope_head_dim=6, v_head_dim=5,
+            prefetched=gather,
+        ).dtype  # fmt: skip
+
+
+def _budget_of_a_few_keys(ctx, case, run):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "_REBUILD_BUDGET", 2**12)
+        with laga.traffic() as t:
+            attend(ctx, case, run)
+    return [(r.kind, r.op, r.phase) for r in t.records]
+
+
+@pytest.mark.parametrize("scheme", ["laga", "absorbed"])
+def test_ranks_that_see_different_numbers_of_keys_exchange_by_the_same_head_groups(ranks, scheme):
+    case = Case(lengths=(64,), heads=64)  # 4 groups of ranks: the first sees far more keys than the last
+    orders = ranks(4).run(_budget_of_a_few_keys, case, Run(scheme=scheme, ulysses_degree=2))
+    assert all(order == orders[0] for order in orders)
+    assert sum(kind == "query" for kind, _, _ in orders[0]) > 4

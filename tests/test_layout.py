@@ -200,6 +200,15 @@ def test_sharding_is_differentiable():
     assert torch.equal(grad, x)
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32, torch.int64])
+def test_labels_of_narrow_tokens_lose_nothing(dtype):
+    tokens = torch.tensor([[1, 156, 3, 4]], dtype=dtype)
+    shard = SequenceLayout.zigzag(4, 1).shard_lm(tokens, 0)
+    assert shard.labels.tolist() == [[156, 3, 4, -100]]
+    assert shard.loss_mask.tolist() == [[True, True, True, False]]
+    assert shard.labels.dtype == shard.input_ids.dtype == torch.int64
+
+
 def test_two_rows_of_a_batch_equal_one_merged_pack():
     rows = [SequenceLayout.packed([0, 3, 9], 2), SequenceLayout.packed([0, 4, 9], 2)]
     merged = SequenceLayout.packed([0, 3, 9, 13, 18], 2)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from laga_attn.agreement import agree
 from laga_attn.attention_plan import SAVE_POLICIES, AttentionPlan, LatentDims, Save
-from laga_attn.checks import Call, check_call
+from laga_attn.checks import Call, autocast, check_call, effective_window
 from laga_attn.grid import ContextParallel
 from laga_attn.kernels import KernelName
 from laga_attn.layout import SequenceLayout
@@ -24,14 +24,16 @@ _REBUILD_BUDGET = 2**28
 
 @overload
 def latent_attention(
-    q: Tensor, c_kv: Tensor, k_rope: Tensor, kv_b_weight: Tensor, *, layout: SequenceLayout, cp: ContextParallel = ...,
+    q: Tensor, c_kv: Tensor, k_rope: Tensor, kv_b_weight: Tensor, *, layout: SequenceLayout,
+    cp: ContextParallel | None = ...,
     scheme: str = ..., qk_nope_head_dim: int, v_head_dim: int, softmax_scale: float | None = ..., causal: bool = ...,
     window: int | None = ..., save: str = ..., kernel: KernelName = ..., head_group: int | None = ...,
     return_lse: Literal[False] = ..., prefetched: LatentGather | None = ...,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def latent_attention(
-    q: Tensor, c_kv: Tensor, k_rope: Tensor, kv_b_weight: Tensor, *, layout: SequenceLayout, cp: ContextParallel = ...,
+    q: Tensor, c_kv: Tensor, k_rope: Tensor, kv_b_weight: Tensor, *, layout: SequenceLayout,
+    cp: ContextParallel | None = ...,
     scheme: str = ..., qk_nope_head_dim: int, v_head_dim: int, softmax_scale: float | None = ..., causal: bool = ...,
     window: int | None = ..., save: str = ..., kernel: KernelName = ..., head_group: int | None = ...,
     return_lse: Literal[True], prefetched: LatentGather | None = ...,
@@ -94,12 +96,13 @@ def latent_attention(
         ValueError: arguments that do not fit, or that differ between ranks: on every rank, before data moves.
     """
     cp = ContextParallel.none() if cp is None else cp
-    q, c_kv, k_rope, kv_b_weight = _autocast(q, c_kv, k_rope, kv_b_weight)
+    own_gather = prefetched is None or prefetched.is_of(c_kv, k_rope)
+    q, c_kv, k_rope, kv_b_weight = autocast(q, c_kv, k_rope, kv_b_weight)
     call = Call(
         q=q, c_kv=c_kv, k_rope=k_rope, weight=kv_b_weight, layout=layout, cp=cp, scheme=scheme,
         qk_nope_head_dim=qk_nope_head_dim, v_head_dim=v_head_dim, softmax_scale=softmax_scale, causal=causal,
-        window=window, save=save, kernel=kernel, head_group=head_group, return_lse=return_lse,
-        prefetched=prefetched,
+        window=effective_window(window, layout), save=save, kernel=kernel, head_group=head_group, return_lse=return_lse,
+        prefetched=prefetched, own_gather=own_gather,
     )  # fmt: skip
     out, lse = _run(call)
     return (out, lse) if return_lse else out
@@ -117,18 +120,12 @@ def _run(call: Call) -> tuple[Tensor, Tensor]:
     return cast(tuple[Tensor, Tensor], result)
 
 
-def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device):
-        return tensors
-    return tuple(tensor.to(torch.get_autocast_dtype(device)) for tensor in tensors)
-
-
 def _plan(call: Call) -> AttentionPlan:
     dims, cp = call.dims(), call.cp
     scheme, degree = call.resolve()
     routing = call.routing()
-    keys = max(segment.num_keys for segment in routing.segments) * call.q.shape[0]
+    # Equal on all ranks, unlike the keys that this one sees: exchanges go by head group.
+    keys = call.layout.seq_len * call.q.shape[0]
     return AttentionPlan(
         scheme=scheme,
         save=SAVE_POLICIES[scheme][0] if call.save == "auto" else cast(Save, call.save),
@@ -140,6 +137,7 @@ def _plan(call: Call) -> AttentionPlan:
         softmax_scale=dims.qk_head_dim**-0.5 if call.softmax_scale is None else call.softmax_scale,
         head_group=call.head_group or _default_head_group(dims, degree, keys, call.q.element_size()),
         return_lse=call.return_lse,
+        keeps=bool(call.wanted_gradients()),
     )
 
 

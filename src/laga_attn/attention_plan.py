@@ -67,6 +67,7 @@ class AttentionPlan:
     softmax_scale: float
     head_group: int
     return_lse: bool
+    keeps: bool  # whether a gradient will be asked for
 
     @property
     def heads(self) -> slice:

@@ -98,9 +98,7 @@ def choose(
         return "laga", 1
     degrees = legal_degrees(layout.cp_size, dims.num_heads) if ulysses_degree is None else [ulysses_degree]
     candidates = [
-        estimate(
-            scheme, dims, layout, degree, batch=batch, causal=causal, window=window, itemsize=itemsize, save=save
-        )
+        estimate(scheme, dims, layout, degree, batch=batch, causal=causal, window=window, itemsize=itemsize, save=save)
         for scheme in _SCHEMES
         for degree in degrees
     ]

@@ -14,10 +14,10 @@ from laga_attn.auto import choose, legal_degrees
 from laga_attn.grid import ContextParallel
 from laga_attn.kernels import Kernel, KernelName, select
 from laga_attn.layout import SequenceLayout
-from laga_attn.prefetch import LatentGather
+from laga_attn.prefetch import LatentGather, autocast
 from laga_attn.routing import Routing
 
-__all__ = ["Call", "check_call"]
+__all__ = ["Call", "autocast", "check_call", "effective_window"]
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -43,6 +43,7 @@ class Call:
     head_group: int | None
     return_lse: bool
     prefetched: LatentGather | None
+    own_gather: bool  # whether `prefetched` was started with these latents
 
     def tensors(self) -> dict[str, Tensor]:
         return {"q": self.q, "c_kv": self.c_kv, "k_rope": self.k_rope, "kv_b_weight": self.weight}
@@ -91,7 +92,7 @@ class Call:
             **shared,
             "dtypes": tuple(str(tensor.dtype) for tensor in self.tensors().values()),
             # A rank that skips a gradient skips its collective, and the others would wait for it.
-            "wanted gradients": self._wanted_gradients(),
+            "wanted gradients": self.wanted_gradients(),
             "layout": self.layout,
             "scheme": self.scheme,
             "ulysses_degree": self.cp.ulysses_degree,
@@ -103,13 +104,19 @@ class Call:
             "window": self.window,
             "save": self.save,
             "return_lse": self.return_lse,
+            "head_group": self.head_group,
             "prefetched": self.prefetched is not None,
         }
 
-    def _wanted_gradients(self) -> tuple[str, ...]:
+    def wanted_gradients(self) -> tuple[str, ...]:
         if not torch.is_grad_enabled():
             return ()
         return tuple(name for name, tensor in self.tensors().items() if tensor.requires_grad)
+
+
+def effective_window(window: int | None, layout: SequenceLayout) -> int | None:
+    """None where the window is as long as every document and so limits nothing."""
+    return None if window is not None and window >= max(layout.lengths) else window
 
 
 def check_call(call: Call) -> str | None:
@@ -222,9 +229,15 @@ def _check_kernel(call: Call) -> Iterator[str]:
 def _check_prefetched(call: Call) -> Iterator[str]:
     if call.prefetched is None:
         return
-    message = call.prefetched.misuse(call.c_kv, call.k_rope, call.routing())
-    if message is not None:
-        yield message
+    if not call.own_gather:
+        yield "prefetched was started with other tensors; pass the c_kv and k_rope that went into prefetch_latent"
+    scheme, degree = call.resolve()
+    expected = (call.layout, scheme, degree, call.cp.two_level, call.causal, call.window)
+    if call.prefetched.options != expected:
+        yield (
+            "prefetched was started for another layout, scheme, ulysses_degree, causal or window; "
+            "pass the same to prefetch_latent and latent_attention"
+        )
 
 
 _CHECKS = (

@@ -229,7 +229,7 @@ def _reduce_bucket(bucket: list[nn.Parameter], group: dist.ProcessGroup | None, 
     total = contributions[0]
     for contribution in contributions[1:]:
         total += contribution
-    dist.all_gather_into_tensor(flat, total, group=group)
+    dist.all_gather(list(flat.view(size, share)), total, group=group)
     for parameter, place in zip(bucket, places, strict=True):
         if parameter.grad is None:
             parameter.grad = torch.empty_like(parameter)

@@ -233,6 +233,9 @@ class SequenceLayout:
         """
         if tokens.ndim != 2 or tokens.shape[1] != self.seq_len:
             raise ValueError(f"tokens must have shape [B, {self.seq_len}], got {list(tokens.shape)}")
+        if tokens.is_floating_point():
+            raise ValueError(f"tokens must be integers, got {tokens.dtype}")
+        tokens = tokens.long()  # narrower types could not hold ignore_index
         labels = torch.roll(tokens, -1, dims=1)
         last = [end - 1 for end, length in zip(self.cu_seqlens[1:], self.lengths, strict=True) if length]
         labels[:, last] = ignore_index

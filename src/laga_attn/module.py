@@ -112,8 +112,7 @@ class MultiheadLatentAttention(nn.Module):
         cos, sin = rope_cos_sin(self.cfg, positions.to(hidden_states.device), dtype=wide)  # [.., s, rope / 2]
         c_kv, k_rope = self.latent(hidden_states, cos, sin)
         gather = None
-        if self.cp.size > 1 and self.scheme in ("laga", "absorbed") and not torch.is_autocast_enabled(c_kv.device.type):
-            # Latents travel while queries are projected. (Autocast would make other tensors of them on entry.)
+        if self.cp.size > 1 and self.scheme in ("laga", "absorbed"):  # latents travel while queries are projected
             gather = prefetch_latent(
                 c_kv, k_rope, layout=layout, cp=self.cp, scheme=self.scheme, causal=causal, window=window
             )

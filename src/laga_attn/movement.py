@@ -71,6 +71,8 @@ def send_heads(
     Returns:
         A closure that gives `[B, queries, heads of the group, D]`, sequence-first in storage.
     """
+    if x.stride(-1) != 1:  # an expanded or permuted gradient, say; kernels read rows
+        x = x.contiguous()
     rows = take(x.transpose(0, 1), routing.real)  # [n, B, H, D]
     if ulysses_degree == 1:
         return lambda: rows[:, :, group].transpose(0, 1)

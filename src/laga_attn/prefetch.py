@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import cast
 
+import torch
 from torch import Tensor
 
 from laga_attn.agreement import agree
@@ -12,10 +13,12 @@ from laga_attn.attention_plan import SCHEMES, Scheme, routing_of
 from laga_attn.grid import ContextParallel
 from laga_attn.layout import SequenceLayout
 from laga_attn.movement import Finish
-from laga_attn.routing import Routing
 from laga_attn.schemes.latent import start_latents
 
 __all__ = ["LatentGather", "prefetch_latent"]
+
+
+Options = tuple[SequenceLayout, Scheme, int, bool, bool, int | None]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -24,19 +27,21 @@ class LatentGather:
 
     c_kv: Tensor
     k_rope: Tensor
-    routing: Routing
+    options: Options  # layout, scheme, ulysses_degree, two_level, causal, window
     segments: list[Finish]
 
-    def misuse(self, c_kv: Tensor, k_rope: Tensor, routing: Routing) -> str | None:
-        """Why this gather does not belong to a call with these latents and this plan, or None."""
-        if c_kv is not self.c_kv or k_rope is not self.k_rope:
-            return "prefetched was started with other tensors; pass the c_kv and k_rope that went into prefetch_latent"
-        if routing is not self.routing:
-            return (
-                "prefetched was started for another layout, scheme, ulysses_degree, causal or window; "
-                "pass the same to prefetch_latent and latent_attention"
-            )
-        return None
+    def is_of(self, c_kv: Tensor, k_rope: Tensor) -> bool:
+        """Whether these latents, and not others of the same shape, are on their way."""
+        return c_kv is self.c_kv and k_rope is self.k_rope
+
+
+def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The tensors in the dtype of autocast where it is on; like torch's own, it leaves fp64 alone."""
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(tensor if tensor.dtype == torch.float64 else tensor.to(dtype) for tensor in tensors)
 
 
 def prefetch_latent(
@@ -71,17 +76,26 @@ def prefetch_latent(
         problem = f"scheme {scheme!r} has no latent to gather ahead; use 'laga' or 'absorbed', not {', '.join(others)}"
     elif layout.cp_size != cp.size:
         problem = f"the layout is for {layout.cp_size} ranks, but the context-parallel group has {cp.size}"
-    elif c_kv.ndim != 3 or k_rope.ndim != 3 or {c_kv.shape[1], k_rope.shape[1]} != {layout.local_len}:
+    elif c_kv.ndim != 3 or k_rope.ndim != 3 or c_kv.shape[:2] != k_rope.shape[:2] or c_kv.shape[1] != layout.local_len:
         problem = (
             f"c_kv and k_rope must be [B, {layout.local_len}, ...] in this layout, "
             f"got {list(c_kv.shape)} and {list(k_rope.shape)}"
         )
+    elif c_kv.dtype != k_rope.dtype or c_kv.device != k_rope.device:
+        problem = (
+            "c_kv and k_rope need one dtype and device, "
+            f"got {c_kv.dtype} on {c_kv.device} and {k_rope.dtype} on {k_rope.device}"
+        )
+    window = None if window is not None and window >= max(layout.lengths) else window
+    degree = cp.ulysses_degree or 1
     signature = {
-        "shape of c_kv": tuple(c_kv.shape), "shape of k_rope": tuple(k_rope.shape), "dtype": str(c_kv.dtype),
-        "layout": layout, "scheme": scheme, "ulysses_degree": cp.ulysses_degree, "two_level": cp.two_level,
-        "causal": causal, "window": window,
+        "shape of c_kv": tuple(c_kv.shape), "shape of k_rope": tuple(k_rope.shape),
+        "dtypes": (str(c_kv.dtype), str(k_rope.dtype)), "layout": layout, "scheme": scheme,
+        "ulysses_degree": cp.ulysses_degree, "two_level": cp.two_level, "causal": causal, "window": window,
     }  # fmt: skip
     agree(cp, signature, problem)
-    routing = routing_of(cast(Scheme, scheme), cp.ulysses_degree or 1, layout, cp, causal, window)
-    latents = start_latents(c_kv.detach(), k_rope.detach(), routing, cp, "forward")
-    return LatentGather(c_kv, k_rope, routing, latents)
+    named = cast(Scheme, scheme)
+    routing = routing_of(named, degree, layout, cp, causal, window)
+    wire_c_kv, wire_k_rope = autocast(c_kv.detach(), k_rope.detach())
+    latents = start_latents(wire_c_kv, wire_k_rope, routing, cp, "forward")
+    return LatentGather(c_kv, k_rope, (layout, named, degree, cp.two_level, causal, window), latents)

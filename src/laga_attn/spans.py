@@ -20,9 +20,9 @@ _FIELDS = 6
 class Span:
     """One rectangle, or band, of visible (query, key) pairs.
 
-    Row ``i`` of the span's ``q_len`` queries and row ``j`` of its ``k_len`` keys are ``d = (i + k_len -
-    q_len) - j`` apart: the last query is aligned with the last key. The pair is visible if and only if ``d >=
-    0`` where ``causal``, and ``d < window`` where a window is given.
+    Row ``i`` of the span's ``q_len`` queries and row ``j`` of its ``k_len`` keys are
+    ``d = (i + k_len - q_len) - j`` apart: the last query is aligned with the last key. The pair is visible if
+    and only if ``d >= 0`` where ``causal``, and ``d < window`` where a window is given.
 
     Args:
         q_start: first query row.

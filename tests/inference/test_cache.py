@@ -237,6 +237,15 @@ def test_ranks_that_attend_differently_all_raise_the_same(ranks, which, message)
     ranks(2).run_raises(disagree_in_attend, which, match=message)
 
 
+def append_another_width(ctx: RankContext) -> None:
+    cache = new_cache(laga.ContextParallel(ctx.group))
+    cache.append(cache.add(), torch.zeros(2, 4, 6 if ctx.rank else 5))
+
+
+def test_a_wrong_append_on_one_rank_is_an_error_on_all(ranks):
+    ranks(2).run_raises(append_another_width, match=r"rank 1: latents have shape \[2, 4, 6\]")
+
+
 def full_on_ranks(ctx: RankContext) -> None:
     setup = Setup(lengths=(40,), max_tokens=24)
     cache = open_cache(ctx, setup)
@@ -251,7 +260,9 @@ def full_on_ranks(ctx: RankContext) -> None:
 
 
 def test_a_full_cache_says_so_on_all_ranks_and_goes_on(ranks):
-    ranks(2).run_raises(full_on_ranks, match=r"the cache is full: rank 0 needs 2 more pages of 4 tokens, and 0 of its 3")
+    ranks(2).run_raises(
+        full_on_ranks, match=r"the cache is full: rank 0 needs 2 more pages of 4 tokens, and 0 of its 3"
+    )
 
 
 def test_a_step_that_fails_half_way_leaves_nothing(ranks):

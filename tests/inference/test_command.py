@@ -88,9 +88,21 @@ def test_the_command_streams_text_and_reports_to_stderr(checkpoint, tmp_path):
     """As a user runs it, on two processes."""
     prompt = tmp_path / "prompt.txt"
     prompt.write_text(PROMPT)
-    command = [sys.executable, "-m", "laga_attn.cli", "generate", "--model", str(checkpoint), "--prompt-file", str(prompt)]
+    command = [
+        sys.executable,
+        "-m",
+        "laga_attn.cli",
+        "generate",
+        "--model",
+        str(checkpoint),
+        "--prompt-file",
+        str(prompt),
+    ]
     run = subprocess.run(
-        [*command, "--cp", "2", "--max-new-tokens", "12", "--device", "cpu"], capture_output=True, text=True, timeout=120
+        [*command, "--cp", "2", "--max-new-tokens", "12", "--device", "cpu"],
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert run.returncode == 0, run.stderr
     assert run.stdout == expected_text(checkpoint, 12) + "\n"

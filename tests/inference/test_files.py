@@ -72,6 +72,25 @@ def test_fp8_rows_are_written_as_they_are(tmp_path):
         assert torch.equal(other.read(found, layer, torch.float32), cache.read(sequence, layer, torch.float32))
 
 
+def write_little(ctx: RankContext, folder: Path) -> None:
+    cache = new_cache(parallel(ctx))
+    cache.append(cache.add(), latents_of([1, 2]))
+    export_cache(cache, folder)
+
+
+def read_little(ctx: RankContext, folder: Path) -> torch.Tensor:
+    cache = new_cache(parallel(ctx))
+    (sequence,) = import_cache(cache, folder)
+    return cache.read(sequence, 1, torch.float64)
+
+
+def test_ranks_without_a_page_write_and_read_empty_files(ranks, tmp_path):
+    folder = tmp_path / "cache"
+    ranks(3).run(write_little, folder)
+    for found in ranks(2).run(read_little, folder):
+        assert torch.equal(found, latents_of([1, 2])[1])
+
+
 def test_a_file_holds_no_memory_that_is_nobodys(tmp_path):
     cache = new_cache()
     sequence = cache.add()

@@ -27,7 +27,9 @@ class Memory:
         size = self.book.page_size
         for copy in copies:
             for place in range(copy.rows):
-                self.content[copy.rank, copy.target * size + place] = self.content[copy.rank, copy.source * size + place]
+                self.content[copy.rank, copy.target * size + place] = self.content[
+                    copy.rank, copy.source * size + place
+                ]
         for place, token in zip(self.places(sequence, start), tokens, strict=True):
             self.content[place] = token
 

@@ -38,7 +38,9 @@ def traffic_of(ctx: RankContext, setup: Setup, schedule) -> list[tuple[int, int,
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("how", MERGES)
-@pytest.mark.parametrize(("heads", "dtype"), [(6, torch.float64), (7, torch.float32), (12, torch.bfloat16), (2, torch.bfloat16)])
+@pytest.mark.parametrize(
+    ("heads", "dtype"), [(6, torch.float64), (7, torch.float32), (12, torch.bfloat16), (2, torch.bfloat16)]
+)
 def test_a_decode_step_sends_what_the_formula_says(ranks, size, how, heads, dtype):
     setup = Setup(lengths=(30, 30), heads=heads, dtype=dtype, cache_dtype=dtype, options={"merge": how})
     dims = LatentDims(heads, setup.nope, setup.rope, setup.v, setup.rank)
@@ -138,7 +140,9 @@ def test_a_million_tokens_of_deepseek_v3_on_64_ranks(fake_group):
         new = 2**20
         for counts in ({sequence: new}, {sequence: 2}):
             step = cache.plan(counts, rebuild_from=crossover(DEEPSEEK))
-            q, c_kv, k_rope = (torch.empty(1, step.local_len, *s, dtype=torch.bfloat16) for s in ((128, 192), (512,), (64,)))
+            q, c_kv, k_rope = (
+                torch.empty(1, step.local_len, *s, dtype=torch.bfloat16) for s in ((128, 192), (512,), (64,))
+            )
             weight = torch.empty(128 * 256, 512, dtype=torch.bfloat16)
             with laga.traffic() as ledger:
                 out = attend(

@@ -15,6 +15,7 @@ from tests.pool import RankContext
 
 __all__ = ["Call", "call_in_chunks", "generate", "parallel", "tiny_model"]
 
+
 def tiny_model(name: str = "deepseek_v3", dtype: torch.dtype = torch.float64, **changes: Any) -> Any:
     """A model of `mla_models` for longer texts; it ends a text with token 2."""
     ids = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "max_position_embeddings": 256}

@@ -103,6 +103,51 @@ def test_generation_goes_on_from_a_cache(ranks):
     assert torch.equal(model.generate(half, max_new_tokens=6, past_key_values=cache), expected)
 
 
+def export_prompt(ctx, tokens, mask, folder):
+    from laga_attn.inference import export_cache
+
+    model = tiny_model()
+    cp = parallel(ctx)
+    parallelize(model, cp=cp)
+    cache = generation_cache(model, cp=cp, page_size=4)
+    with torch.no_grad():
+        model(tokens, attention_mask=mask, cache=cache)
+    export_cache(cache.latents, folder)
+
+
+def generate_from_file(ctx, tokens, mask, folder):
+    from laga_attn.inference import import_cache
+
+    model = tiny_model()
+    cp = parallel(ctx)
+    parallelize(model, cp=cp)
+    cache = generation_cache(model, cp=cp, page_size=4)
+    cache.adopt(import_cache(cache.latents, folder))
+    return model.generate(tokens, attention_mask=mask, cache=cache, max_new_tokens=7)
+
+
+@pytest.mark.parametrize(("source", "target"), [(1, 1), (2, 3)])
+def test_a_prompt_is_computed_once_and_read_from_a_file(ranks, tmp_path, source, target):
+    tokens, mask = left_padded((14, 6), 14)
+    expected = tiny_model().generate(tokens, attention_mask=mask, max_new_tokens=7)
+    ranks(source).run(export_prompt, tokens[:, :12], mask[:, :12], tmp_path / "prompt")
+    for out in ranks(target).run(generate_from_file, tokens, mask, tmp_path / "prompt"):
+        assert torch.equal(out, expected)
+
+
+def test_latents_of_another_model_are_refused(ranks, tmp_path):
+    from laga_attn.inference import import_cache
+
+    ranks(1).run(export_prompt, prompts(1, 9), None, tmp_path / "prompt")
+    model = tiny_model()
+    with torch.no_grad():
+        model.model.layers[0].self_attn.q_a_proj.weight[0, 0] += 1  # the same sizes, a fine-tuned model
+    cache = generation_cache(model, page_size=4)
+    with pytest.raises(ValueError, match="latents fit the model that computed them"):
+        import_cache(cache.latents, tmp_path / "prompt")
+    assert cache.latents.sequences == ()
+
+
 def test_lora_on_every_projection_is_part_of_the_absorbed_weights():
     peft = pytest.importorskip("peft")
     torch.manual_seed(5)

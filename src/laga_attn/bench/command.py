@@ -119,13 +119,8 @@ def bench(
             rounds=rounds,
         )
         links = [parse_link(text) for text in link or ()]
-        report = run_bench(
-            grid,
-            links,
-            device=_check_device(device, grid, links),
-            kernel=check_kernel(kernel),
-            overlap=overlap,
-        )
+        where = _check_device(device, grid, links)
+        report = run_bench(grid, links, device=where, kernel=check_kernel(kernel, grid, where), overlap=overlap)
     except UsageError as error:
         typer.echo(f"Error: {error}", err=True)
         raise typer.Exit(2) from error
@@ -158,14 +153,8 @@ def run_bench(
             by_rank = run_on_ranks(run_rank, ranks, task, threads=threads, device=device, places=places)
             for (cell, _), *runs in zip(cells, *by_rank, strict=True):
                 reports += summarize(cell, links, runs)
-    options = {
-        **asdict(grid),
-        "device": device,
-        "kernel": kernel,
-        "links": [str(link) for link in links],
-        "overlap": overlap,
-    }
-    return Report(facts, options, reports)
+    how = {"device": device, "kernel": kernel, "links": [str(link) for link in links], "overlap": overlap}
+    return Report(facts, {**asdict(grid), **how}, reports)
 
 
 def environment() -> dict[str, Any]:

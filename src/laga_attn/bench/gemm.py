@@ -15,7 +15,7 @@ __all__ = ["Gemm", "fastest_gemm"]
 
 Product: TypeAlias = Callable[[Tensor, Tensor], Any]
 
-_SIZES: Final = (2048, 1024, 512)  # the smaller ones fit in the caches of a core
+_SIZES: Final = {"cpu": (2048, 1024, 512), "cuda": (8192, 4096)}  # 512: fits in the caches of a core
 _REPEAT: Final = 2
 
 
@@ -43,13 +43,14 @@ def fastest_gemm(dtype: torch.dtype, device: torch.device, finish: Callable[[], 
         device: of the matrices.
         finish: waits for what was left to the device.
     """
-    candidates = [
-        Gemm(f"{name} of {size} x {size} matrices", 2 * calls * size**3, _repeated(operator, a, b, calls))
-        for size in _SIZES
-        for calls in [(max(_SIZES) // size) ** 3]  # the same FLOPs in every candidate
-        for a, b in [tuple(torch.randn(size, size).to(device, dtype) for _ in range(2))]
-        for name, operator in _operators(dtype, device).items()
-    ]
+    candidates = []
+    sizes = _SIZES[device.type]
+    for size in sizes:
+        calls = (max(sizes) // size) ** 3  # the same FLOPs in every candidate
+        a, b = (torch.randn(size, size).to(device, dtype) for _ in range(2))
+        for name, operator in _operators(dtype, device).items():
+            how = f"{name} of {size} x {size} matrices"
+            candidates.append(Gemm(how, 2 * calls * size**3, _repeated(operator, a, b, calls)))
     seconds = torch.tensor([_best_seconds(candidate.step, finish) for candidate in candidates], dtype=torch.float64)
     dist.all_reduce(seconds, dist.ReduceOp.MAX)
     return candidates[int(seconds.argmin())]

@@ -31,7 +31,7 @@ _ADDRESSES: Final = ("198.18.0.1/30", "198.18.0.2/30")  # the block that RFC 254
 _COMMANDS: Final = ("ip", "tc", "unshare", "nsenter")
 
 _BIT_UNITS: Final = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
-_TIME_UNITS: Final = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+_TIME_UNITS: Final = {"us": 10**6, "ms": 10**3, "s": 1}  # in a second
 _SYNTAX: Final = re.compile(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)(?:,(\d+(?:\.\d+)?)(us|ms|s))?")
 
 _BURST_SECONDS: Final = 1e-3  # what may pass at once after a pause
@@ -71,7 +71,7 @@ def parse_link(text: str) -> Link:
             f"(bits per second), then perhaps a comma and a number with one of {', '.join(_TIME_UNITS)}: 100mbit, "
             "2.5gbit,0.2ms"
         )
-    latency = float(match[3]) * _TIME_UNITS[match[4]] if match[3] else 0.0
+    latency = float(match[3]) / _TIME_UNITS[match[4]] if match[3] else 0.0
     return Link(float(match[1]) * _BIT_UNITS[match[2]], latency)
 
 

@@ -185,7 +185,8 @@ def _take_stock(attend: Attend, inputs: Inputs) -> tuple[Traffic, Usage]:
 
 
 def _peak_on_cpu(step: Callable[[], object]) -> int:
-    with TensorMemory() as memory:
+    memory = TensorMemory()
+    with memory:
         step()
     return memory.peak
 
@@ -194,7 +195,7 @@ def _peak_on_gpu(step: Callable[[], object]) -> int:
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     step()
-    return torch.cuda.max_memory_allocated() - before
+    return int(torch.cuda.max_memory_allocated() - before)
 
 
 def _nothing() -> None:

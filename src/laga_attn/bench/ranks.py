@@ -50,8 +50,8 @@ def run_on_ranks(
         size: number of processes.
         args: its arguments; like the results they must be picklable.
         threads: that each process computes with.
-        device: CPU tensors travel by gloo. With `"cuda"` each process gets a GPU, and tensors there travel by NCCL; where
-            there are fewer GPUs than processes, these share them and use gloo, for NCCL refuses.
+        device: CPU tensors travel by gloo. With `"cuda"` each process gets a GPU, and tensors there travel by NCCL;
+            where there are fewer GPUs than processes, these share them and use gloo, for NCCL refuses.
         places: of the ranks; None: all on the loopback device of this machine, on Linux, else as the host name says.
 
     Returns:
@@ -61,9 +61,8 @@ def run_on_ranks(
         Exception: a process could not be started or failed; its traceback is in the message.
     """
     with tempfile.TemporaryDirectory(prefix="laga-attn-") as folder:
-        context = spawn(
-            _run_rank, args=(size, Path(folder), threads, device, places, function, args), nprocs=size, join=False
-        )
+        arguments = (size, Path(folder), threads, device, places, function, args)
+        context = spawn(_run_rank, args=arguments, nprocs=size, join=False)
         assert context is not None
         try:
             while not context.join():

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import cast, get_args
+from itertools import product
+from typing import cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from laga_attn.attention import latent_attention
-from laga_attn.bench.grid import DTYPES, Cell, Variant
+from laga_attn.bench.grid import DTYPES, Cell, Grid, Variant
 from laga_attn.bench.link import Link
 from laga_attn.bench.measure import Attend, CellRun, Contestant, Inputs, measure, say
 from laga_attn.bench.ranks import Device
 from laga_attn.grid import ContextParallel
-from laga_attn.kernels import KernelName
+from laga_attn.kernels import KernelName, select
 from laga_attn.train.errors import UsageError
 
 __all__ = ["Task", "check_kernel", "contestant", "make_inputs", "run_rank"]
@@ -102,12 +103,23 @@ def make_inputs(cell: Cell, rank: int, device: torch.device) -> Inputs:
     )
 
 
-def check_kernel(name: str) -> KernelName:
-    """The name, if there is such a kernel; whether it can compute a cell shows when it is asked to.
+def check_kernel(name: str, grid: Grid, device: Device) -> KernelName:
+    """The name, if there is such a kernel and it can compute what the grid asks of it.
 
     Raises:
-        UsageError: there is none.
+        UsageError: with the kernel's own reasons.
     """
-    if name not in get_args(KernelName):
-        raise UsageError(f"--kernel {name!r} is unknown; choose one of {', '.join(get_args(KernelName))}")
+    for cell, scheme in product(grid.cells(), (*grid.schemes, "explicit")):
+        dims, absorbed = cell.dims, scheme == "absorbed"
+        try:
+            select(
+                cast(KernelName, name),
+                device=device,
+                dtype=DTYPES[cell.dtype],
+                qk_head_dim=dims.latent_dim if absorbed else dims.qk_head_dim,
+                v_head_dim=dims.kv_lora_rank if absorbed else dims.v_head_dim,
+                shared_kv=absorbed,
+            )
+        except ValueError as error:
+            raise UsageError(f"--kernel: {error}") from None
     return cast(KernelName, name)

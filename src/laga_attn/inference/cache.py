@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import get_args
 
 import torch
 from torch import Tensor
@@ -146,22 +147,7 @@ class LatentCache:
             ValueError: unknown sequences, nothing to do, a full cache, or ranks that disagree about any of it: the
                 same error on all ranks, and no rank has changed anything.
         """
-        book, copies, error = self._book, tuple[PageCopy, ...](), None
-        if min(counts.values(), default=0) < 0 or not sum(counts.values()):
-            error = f"a step needs at least one new token, got counts {dict(counts)}"
-        elif rebuild_from < 1 or kind not in ("zigzag", "contiguous"):
-            error = f"rebuild_from must be at least 1 and kind zigzag or contiguous, got {rebuild_from} and {kind!r}"
-        else:
-            try:
-                book, copies = self._book.append(counts)
-            except ValueError as failure:
-                error = str(failure)
-        agree(self.cp, self._signature(counts, rebuild_from, kind), error)
-        self.store.reserve(book.ranks[self.cp.rank].made)
-        for copy in copies:
-            if copy.rank == self.cp.rank:
-                self.store.copy_page(copy.source, copy.target, copy.rows)
-        return plan_step(self._book, book, counts, self.cp.rank, rebuild_from, kind)
+        return self._plan(counts, rebuild_from, kind, None)
 
     def commit(self, step: Step) -> None:
         """Make the new tokens of a step part of the cache, after all layers have attended.
@@ -187,12 +173,13 @@ class LatentCache:
         Raises:
             ValueError: another shape, or as in `plan`.
         """
+        error = None
         if latents.ndim != 3 or latents.shape[::2] != (self.num_layers, self.codec.latent_dim):
-            raise ValueError(
+            error = (
                 f"latents have shape {list(latents.shape)}, but this cache stores [{self.num_layers}, n, "
                 f"{self.codec.latent_dim}]: all layers, and c_kv beside k_rope"
             )
-        step = self.plan({sequence: latents.shape[1]}, rebuild_from=_NEVER)
+        step = self._plan({sequence: latents.shape[1] if latents.ndim > 1 else 0}, _NEVER, "zigzag", error)
         kept = torch.tensor(step.writes.kept, device=latents.device)
         where = torch.tensor(step.writes.kept_rows, device=latents.device)
         for layer, latent in enumerate(latents):
@@ -214,6 +201,26 @@ class LatentCache:
         rows = torch.empty_like(arrived)
         rows[torch.tensor(owner.argsort(kind="stable"), device=rows.device)] = arrived
         return self.codec.decode(rows, dtype)
+
+    def _plan(self, counts: Mapping[int, int], rebuild_from: int, kind: LayoutKind, error: str | None) -> Step:
+        """As `plan`, for a caller that may have found an `error` that all ranks must hear of."""
+        book, copies = self._book, tuple[PageCopy, ...]()
+        try:
+            if min(counts.values(), default=0) < 0 or not sum(counts.values()):
+                raise ValueError(f"a step needs at least one new token, got counts {dict(counts)}")
+            if rebuild_from < 1 or kind not in get_args(LayoutKind):
+                raise ValueError(
+                    f"rebuild_from={rebuild_from} must be at least 1, and kind={kind!r} zigzag or contiguous"
+                )
+            book, copies = self._book.append(counts)
+        except ValueError as failure:
+            error = error or str(failure)
+        agree(self.cp, self._signature(counts, rebuild_from, kind), error)
+        self.store.reserve(book.ranks[self.cp.rank].made)
+        for copy in copies:
+            if copy.rank == self.cp.rank:
+                self.store.copy_page(copy.source, copy.target, copy.rows)
+        return plan_step(self._book, book, counts, self.cp.rank, rebuild_from, kind)
 
     def _signature(self, counts: Mapping[int, int], rebuild_from: int, kind: str) -> dict[str, object]:
         book = self._book

@@ -54,7 +54,13 @@ def export_cache(cache: LatentCache, folder: Path | str, sequences: Sequence[int
     agree(cache.cp, {"folder": str(folder), "sequences": chosen, "pages in use": _pages_in_use(cache)}, error)
 
     tables, pages = _numbered_inside_files(book, chosen)
-    tensors = {name: _valid_rows(cache, layer, chosen, pages[rank]) for layer, name in enumerate(_layer_names(cache))}
+    unused = _unused_rows(cache, chosen, pages[rank])
+    tensors = {
+        name: cache.store.read(layer, np.asarray(pages[rank], dtype=np.int64)).to("cpu", copy=True)
+        for layer, name in enumerate(_layer_names(cache))
+    }
+    for rows in tensors.values():
+        rows[unused] = 0  # what memory happened to hold is nobody's
     about = {
         "format": _FORMAT, **_identity(cache), "cp_size": cache.cp.size, "rank": rank,
         "tables": [asdict(table) for table in tables],
@@ -199,18 +205,16 @@ def _numbered_inside_files(book: PageBook, sequences: Sequence[int]) -> tuple[li
     return tables, [list(known) for known in numbers]
 
 
-def _valid_rows(cache: LatentCache, layer: int, sequences: Sequence[int], pages: list[int]) -> Tensor:
-    """The rows of this rank's pages in one layer, zero where they hold no token: what memory held is nobody's."""
+def _unused_rows(cache: LatentCache, sequences: Sequence[int], pages: list[int]) -> Tensor:
+    """`[len(pages) * page_size]` bool: the rows of this rank's pages that hold no token of these sequences."""
     size, book, rank = cache.page_size, cache.book, cache.cp.rank
     filled = dict.fromkeys(pages, 0)
     for sequence in sequences:
         count = book.local_count(sequence, rank, book.table(sequence).length)
         for number, page in enumerate(book.local_pages(sequence, rank).tolist()):
             filled[page] = max(filled[page], min(size, count - number * size))
-    valid = [place < filled[page] for page in pages for place in range(size)]
-    rows = cache.store.read(layer, np.asarray(pages, dtype=np.int64)).to("cpu", copy=True)
-    rows[~torch.tensor(valid, dtype=torch.bool)] = 0
-    return rows
+    counts = torch.tensor(list(filled.values()), dtype=torch.int64)
+    return (torch.arange(size) >= counts[:, None]).flatten()
 
 
 def _pages_in_use(cache: LatentCache) -> tuple[int, ...]:

@@ -52,11 +52,10 @@ def attend_split(q: Tensor, c_kv: Tensor, k_rope: Tensor, weight: Tensor, call: 
     latent, query = finish_latent(), finish_query()
     running = _attend_new(query, latent, own_weight, routing, call)
     blocks = call.blocks(q.element_size())
-    for block, span in _context(degree, blocks.tokens, call, q.dtype):
-        rows = slice(span.q_start, span.q_start + span.q_len)
-        visible = (Span(0, span.q_len, 0, span.k_len, causal=False),)
-        for group in _groups(query.shape[2], blocks.head_group) if span.q_len else ():
-            part = _attend(query[:, rows, group], block, own_weight[weight_rows(group, dims)], visible, call)
+    for block, rows in _context(degree, blocks.tokens, call, q.dtype):
+        everything = (Span(0, rows.stop - rows.start, 0, len(block), causal=False),)
+        for group in _groups(query.shape[2], blocks.head_group) if rows.stop > rows.start else ():
+            part = _attend(query[:, rows, group], block, own_weight[weight_rows(group, dims)], everything, call)
             running.add(rows, group, *part)
 
     call.cache.store.write(call.layer, torch.tensor(step.writes.arrived, device=q.device), storing.wait())
@@ -98,10 +97,10 @@ def _send_to_storage(latent: Tensor, call: StepCall) -> Pending[Tensor]:
     return exchange_rows(pieces, writes.received, call.cp, kind="cache", phase="forward")
 
 
-def _context(degree: int, block: int, call: StepCall, dtype: torch.dtype) -> Iterator[tuple[Tensor, Span]]:
-    """Blocks of cached latents `[keys, 1, r + dr]`, each with the queries that see it, which see all of it.
+def _context(degree: int, block: int, call: StepCall, dtype: torch.dtype) -> Iterator[tuple[Tensor, slice]]:
+    """Blocks of cached latents `[keys, 1, r + dr]`, each with the rows of the queries that see it.
 
-    The order of the keys inside a block (by rank) does not matter then.
+    They see all of it, so the order of the keys inside a block (by rank) does not matter.
     """
     pieces = [
         (piece, rows)
@@ -112,8 +111,7 @@ def _context(degree: int, block: int, call: StepCall, dtype: torch.dtype) -> Ite
     for number, (_, rows) in enumerate(pieces):
         arrived = arriving.pop().wait()
         arriving.extend(_gather(piece, call) for piece, _ in pieces[number + 1 : number + 2])
-        span = Span(rows.start, rows.stop - rows.start, 0, arrived.shape[0], causal=False)
-        yield call.cache.codec.decode(arrived, dtype)[:, None], span
+        yield call.cache.codec.decode(arrived, dtype)[:, None], rows
 
 
 def _query_rows(degree: int, call: StepCall) -> list[slice]:

@@ -140,8 +140,9 @@ class LatentStore:
             layer[end : end + rows] = layer[begin : begin + rows]
 
     def write(self, layer: int, where: Tensor, rows: Tensor) -> None:
-        """Rows `[n, row_width]` to the places `where [n]`."""
-        self._layers[layer].index_copy_(0, where, rows)
+        """Rows `[n, row_width]` to the places `where [n]`, from any device."""
+        target = self._layers[layer]
+        target.index_copy_(0, where.to(target.device), rows.to(target.device))
 
     def read(self, layer: int, pages: Index) -> Tensor:
         """The rows of these pages, `[len(pages) * page_size, row_width]`: a view where they follow each other."""

@@ -12,7 +12,7 @@ is this rank's; afterwards every rank gets the hidden states that the logits nee
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -153,6 +153,14 @@ class GenerationCache(Cache):
         self.columns = 0  # inputs per row so far, padding included: what Transformers calls the length
         self.last_columns: int | None = None  # how many of them the next logits are for
         self._weights: dict[int, Derived[Tensor]] = {}
+
+    def adopt(self, sequences: Sequence[int]) -> None:
+        """Go on from sequences of `latents`, one per row of the batch: forks of a prompt, or imported ones.
+
+        Where their lengths differ, inputs need an `attention_mask` that shows each as padded on the left.
+        """
+        self.sequences = list(sequences)
+        self.columns = max(map(self.latents.length, self.sequences), default=0)
 
     # What the hooks of a parallelized model call.
 

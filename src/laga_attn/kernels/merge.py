@@ -12,8 +12,9 @@ def merge_partials(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -
     """Merge attention over two disjoint sets of keys into attention over their union.
 
     With ``w = exp(lse_a - lse)`` and ``lse = log(exp(lse_a) + exp(lse_b))`` the merged output is
-    ``w * out_a + (1 - w) * out_b``. A side that saw no key has LSE -inf by this library's convention and +inf by that of
-    some fused kernels; both count as weight 0, and its output is then ignored even where it holds NaN.
+    ``w * out_a + (1 - w) * out_b``. A side that saw no key has LSE -inf by this library's convention and +inf
+    by that of some fused kernels; both count as weight 0, and its output is then ignored even where it holds
+    NaN.
 
     Args:
         out_a, out_b: [B, Sq, H, Dv], one dtype.

@@ -201,7 +201,8 @@ def support_table(
 ) -> list[dict[str, str]]:
     """The table for one case, a dict of plain strings a row.
 
-    ``usable`` is "yes", "yes (auto)" for the row that ``select("auto", ...)`` takes, or the reason why not.
+    Keys: kernel, how, devices, dtypes, head dims, window, shared key/value head, usable. The last is "yes",
+    "yes (auto)" for the row that ``select("auto", ...)`` takes, or the reason why not.
     """
     case = Case(torch.device(device).type, dtype, qk_head_dim, v_head_dim, window, shared_kv)
     reasons = [row.refusal(case) for row in TABLE]

@@ -1,11 +1,12 @@
 """Time from figures: a roofline for what one device computes, latency and bandwidth for what it sends.
 
-    compute  = sum over parts of max(FLOPs / (peak e), bytes / memory bandwidth) + elementwise bytes / memory bandwidth,
-               but at least one launch per operator
-    messages = sum over collectives of latency + max(bytes inside the node / link, bytes between nodes / share of the NIC)
+    compute  = sum over parts of max(FLOPs / (peak e), bytes / memory bandwidth)
+               + elementwise bytes / memory bandwidth, but at least one launch per operator
+    messages = sum over collectives of
+               latency + max(bytes inside the node / link, bytes between nodes / share of the network)
 
-Between the two lie what a perfect overlap hides, max(compute, messages), and none, compute + messages. Every constant is a
-figure of `hardware.yaml`. None of it is a measurement.
+Between max(compute, messages) and compute + messages lies what overlap can hide. Every constant is a figure of
+`hardware.yaml`; none of it is a measurement.
 """
 
 from __future__ import annotations

@@ -18,30 +18,44 @@ _RINGS = ("all_gather", "reduce_scatter", "all_reduce", "broadcast")
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One collective of one rank: bytes over the links inside its node and over its share of the network.
+    """One collective of one rank: what it sends and receives in all, inside its node, and through the network.
 
-    What is larger counts, sent or received. An all-to-all goes straight from rank to rank. An all-gather and its kin go
-    round a ring that passes through every node once, so that the ranks of a node share what crosses the network.
+    An all-to-all goes straight from rank to rank. An all-gather and its kin go round a ring that passes through every
+    node once: all of it over the links inside, while the ranks of a node share what crosses the network.
     """
 
     kind: str
     op: str
     phase: Phase
-    port_bytes: int
-    node_bytes: int
-    nic_bytes: int
+    sent: int
+    received: int
+    node_sent: int
+    node_received: int
+    nic_sent: int
+    nic_received: int
+
+    @property
+    def node_bytes(self) -> int:
+        return max(self.node_sent, self.node_received)
+
+    @property
+    def nic_bytes(self) -> int:
+        return max(self.nic_sent, self.nic_received)
 
 
 @dataclass(frozen=True, slots=True)
 class RankFigures:
     """One rank, forward and backward of what was traced; bytes and FLOPs.
 
-    `sent` and `received` are bytes through its port. `top` are the largest storages at the moment of the peak.
+    `sent` and `received` are bytes through its port, `nic_sent` and `nic_received` those that cross to other nodes.
+    `top` are the largest storages at the moment of the peak.
     """
 
     rank: int
     sent: dict[Phase, int]
     received: dict[Phase, int]
+    nic_sent: dict[Phase, int]
+    nic_received: dict[Phase, int]
     messages: tuple[Message, ...]
     saved_bytes: int
     peak_bytes: int
@@ -60,7 +74,8 @@ class RankFigures:
 
     @property
     def nic_bytes(self) -> int:
-        return sum(message.nic_bytes for message in self.messages)
+        """Forward and backward through this rank's share of the network, the larger of sent and received."""
+        return sum(max(self.nic_sent[phase], self.nic_received[phase]) for phase in self.nic_sent)
 
     @property
     def total_flops(self) -> int:
@@ -76,10 +91,16 @@ def figures_of(trace: Trace, workload: Workload, rank: int) -> RankFigures:
     peak = trace.memory.peak()
     phases: tuple[Phase, Phase] = ("forward", "backward")
     messages = [_message(transfer, workload) for transfer in trace.transfers]
+
+    def total(name: str) -> dict[Phase, int]:
+        return {p: sum(getattr(message, name) for message in messages if message.phase == p) for p in phases}
+
     return RankFigures(
         rank=rank,
-        sent={p: sum(t.sent_bytes() for t in trace.transfers if t.phase == p) for p in phases},
-        received={p: sum(t.received_bytes() for t in trace.transfers if t.phase == p) for p in phases},
+        sent=total("sent"),
+        received=total("received"),
+        nic_sent=total("nic_sent"),
+        nic_received=total("nic_received"),
         messages=tuple(messages),
         saved_bytes=trace.saved_bytes,
         peak_bytes=peak.nbytes,
@@ -100,12 +121,19 @@ def worst(figures: Iterable[RankFigures]) -> RankFigures:
 
 def _message(transfer: Transfer, workload: Workload) -> Message:
     home = workload.node_of(transfer.rank)
-    here = [workload.node_of(peer) == home for peer in range(len(transfer.group))]
-    sides = []
-    for sizes in (transfer.sent, transfer.received):
-        inside = sum(size for size, near in zip(sizes, here, strict=True) if near)
-        sides.append((sum(sizes), inside, sum(sizes) - inside))
-    port, node, nic = (max(side[i] for side in sides) for i in range(3))
-    if transfer.op in _RINGS and nic:
-        node, nic = port, -(-port // sum(here))
-    return Message(transfer.kind, transfer.op, transfer.phase, port, node, nic)
+    near = [workload.node_of(peer) == home for peer in range(len(transfer.group))]
+    ring = transfer.op in _RINGS
+
+    def split(sizes: tuple[int, ...]) -> tuple[int, int, int]:
+        """In all, inside the node, and through this rank's share of the network."""
+        whole = sum(sizes)
+        inside = sum(size for size, here in zip(sizes, near, strict=True) if here)
+        if ring and inside < whole:
+            return whole, whole, -(-whole // sum(near))
+        return whole, inside, whole - inside
+
+    sent, received = split(transfer.sent), split(transfer.received)
+    return Message(
+        transfer.kind, transfer.op, transfer.phase,
+        sent[0], received[0], sent[1], received[1], sent[2], received[2],
+    )  # fmt: skip

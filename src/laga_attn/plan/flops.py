@@ -26,6 +26,8 @@ Formula = Callable[..., int]
 _LIBRARY: Final = "laga_attn"
 _SCHEMES: Final = "laga_attn.schemes."
 _ALLOCATE_ONLY: Final = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided")
+_PICKS: Final = ("index_select", "index", "gather", "embedding")
+_WRITES_ROWS: Final = ("index_add_", "index_copy_", "scatter_", "scatter_add_")
 
 
 def count_flops(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int | None:
@@ -50,9 +52,20 @@ def part_of(func: Any) -> Part:
 
 
 def moved_bytes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:
-    """Bytes that an operator (not a view) reads and writes if each argument and result passes through memory once."""
-    written = 0 if _base_name(func) in _ALLOCATE_ONLY else sum(tensor.nbytes for tensor in tensors_in((result,)))
-    return written + sum(tensor.nbytes for tensor in tensors_in((*args, *kwargs.values())))
+    """Bytes that an operator (not a view) reads and writes if each argument and result passes through memory once.
+
+    Of a tensor that is indexed, only the rows that are picked or written count.
+    """
+    name = _base_name(func)
+    if name in _ALLOCATE_ONLY:
+        return 0
+    results = sum(tensor.nbytes for tensor in tensors_in((result,)))
+    if name in _PICKS:
+        return 2 * results
+    if name in _WRITES_ROWS:  # (target, dim, index, source): the source is read, its rows are read and written
+        source = next(tensor for tensor in reversed(tensors_in(args)) if tensor.is_floating_point())
+        return 3 * source.nbytes
+    return results + sum(tensor.nbytes for tensor in tensors_in((*args, *kwargs.values())))
 
 
 def tensors_in(values: Sequence[Any]) -> list[Tensor]:

@@ -56,9 +56,8 @@ def trace_model(
     config = AutoConfig.for_model(**_shard(hf, workload.tp, dense, sparse))
     degree, two_level = candidate.ulysses_degree, candidate.two_level
     with fake_ranks(workload.cp, rank, degree, two_level=two_level) as cp, FakeTensorMode(), Trace() as trace:
-        model = AutoModelForCausalLM.from_config(
-            config, dtype=DTYPES[workload.dtype], experts_implementation="grouped_mm"
-        )
+        build: Any = AutoModelForCausalLM.from_config
+        model = build(config, dtype=DTYPES[workload.dtype], experts_implementation="grouped_mm")
         parallelize(model, cp=cp, scheme=candidate.scheme, save=candidate.save)
         trace.watch(model.parameters(), "parameter")
         layout = workload.layout
@@ -91,6 +90,6 @@ def _tensor_parallel(workload: Workload) -> tuple[Message, ...]:
 
     def all_reduce(phase: Phase, width: int) -> Message:
         moved = 2 * (workload.tp - 1) * tokens * width * workload.itemsize // workload.tp
-        return Message("tensor_parallel", "all_reduce", phase, moved, moved, 0)
+        return Message("tensor_parallel", "all_reduce", phase, moved, moved, moved, moved, 0, 0)
 
     return all_reduce("forward", cfg.hidden_size), all_reduce("backward", read)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 import torch
 
@@ -73,8 +73,8 @@ def recommend(rows: Sequence[Row]) -> tuple[Row | None, str]:
     if not fitting:
         least = min(rows, key=lambda row: row.figures.peak_bytes)
         return None, (
-            f"nothing fits: the least that is needed is {least.figures.peak_bytes / 2**30:.1f} GiB, by {least.candidate}; "
-            "use more context-parallel ranks, tensor parallelism, or a device with more memory"
+            f"nothing fits: the least that is needed is {least.figures.peak_bytes / 2**30:.1f} GiB, by "
+            f"{least.candidate}; use more context-parallel ranks, tensor parallelism, or a device with more memory"
         )
     best = min(fitting, key=lambda row: (row.time.without_overlap, row.figures.peak_bytes))
     others = [row for row in rows if row.candidate.scheme != best.candidate.scheme]

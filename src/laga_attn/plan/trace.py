@@ -140,9 +140,7 @@ class Trace(TorchDispatchMode):
             self._record(func, args, kwargs, result, kind)
         return result
 
-    def _record(
-        self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any, kind: _Kind
-    ) -> None:
+    def _record(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any, kind: _Kind) -> None:
         if kind.collective:
             self._record_collective(func, args, kwargs, result)
             return

@@ -60,7 +60,9 @@ class Workload:
                 raise UsageError(f"{name} must be at least 1, got {getattr(self, name)}")
         heads, cp = self.cfg.num_attention_heads, self.cp
         if heads % self.tp:
-            raise UsageError(f"--tp {self.tp} does not divide the model's {heads} heads; choose one of {_divisors(heads)}")
+            raise UsageError(
+                f"--tp {self.tp} does not divide the model's {heads} heads; choose one of {_divisors(heads)}"
+            )
         if cp > 1 and self.seq_len % (2 * cp):
             near = max(1, round(self.seq_len / (2 * cp))) * 2 * cp
             raise UsageError(

@@ -54,30 +54,31 @@ def forward(
     arriving = send_queries(q, groups, plan, cp)
     returning = OutputReturn(q, plan, cp)
 
-    queries: list[Tensor] = []
-    partial: list[tuple[Tensor, Tensor]] = []
+    queries: dict[int, Tensor] = {}
+    partial: dict[int, tuple[Tensor, Tensor]] = {}
     kept_kv = []
     last = len(plan.routing.segments) - 1
     for segment, group in _forward_order(plan):
         if segment == 0:
-            queries.append(arriving[group]())
+            queries[group] = arriving[group]()
         kv = _rebuild(latents[segment](), own_weight, groups[group], plan)
         k, v = _split_kv(kv, plan)
         out, lse = plan.kernel.forward(queries[group], k, v, plan.routing.segments[segment].spans, plan.softmax_scale)
-        if segment == 0:
-            partial.append((out, lse))
-        else:
-            partial[group] = merge_partials(*partial[group], out, lse)
+        partial[group] = (out, lse) if segment == 0 else merge_partials(*partial[group], out, lse)
         if segment == last:
             returning.start(groups[group], *partial[group])
-        if plan.save == "kv":
+            if not plan.keeps:
+                del queries[group], partial[group]
+        if plan.keeps and plan.save == "kv":
             kept_kv.append(kv)
         del kv, k, v, out
-    lses = [lse for _, lse in partial]
-    del partial
+    lses = [lse for _, lse in partial.values()]
+    partial.clear()
     local_out, local_lse = returning.finish()
+    if not plan.keeps:
+        return local_out, local_lse, ()
     gathered = None if plan.save == "latent" else latents[last]()
-    return local_out, local_lse, (c_kv, local_out, k_rope, weight, gathered, *queries, *lses, *kept_kv)
+    return local_out, local_lse, (c_kv, local_out, k_rope, weight, gathered, *queries.values(), *lses, *kept_kv)
 
 
 def backward(

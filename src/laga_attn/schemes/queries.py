@@ -82,7 +82,10 @@ def send_output_grads(
                 own_dout, own_delta = (part() for part in finish)
             else:
                 packed = finish[0]()
-                own_dout, own_delta = packed[..., :width], packed[..., width:].contiguous().view(delta.dtype)
+                own_dout, own_delta = (
+                    packed[..., :width],
+                    packed[..., width:].clone(memory_format=torch.contiguous_format).view(delta.dtype),
+                )
             return own_dout, own_delta.squeeze(-1).transpose(1, 2)
 
         return arrive

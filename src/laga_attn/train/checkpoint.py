@@ -136,8 +136,7 @@ def load(folder: Path, manifest: Manifest, model: nn.Module, optimizer: Optimize
     """
     if manifest.model != _shapes_digest(model):
         raise UsageError(
-            f"checkpoint {folder} belongs to a model with other parameters; resume with the --model that began "
-            "the run"
+            f"checkpoint {folder} belongs to a model with other parameters; resume with the --model that began the run"
         )
     state = _state(model, optimizer)
     state_dict_loader.load(state, checkpoint_id=folder)

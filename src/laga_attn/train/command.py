@@ -107,25 +107,19 @@ def train(
     min_lr: Annotated[
         float, Option(help="Learning rate at the end of the cosine.", rich_help_panel=_LEARN)
     ] = _DEFAULT.min_lr,
-    warmup: Annotated[
-        int, Option(help="Steps of linear warm-up.", rich_help_panel=_LEARN)
-    ] = _DEFAULT.warmup,
+    warmup: Annotated[int, Option(help="Steps of linear warm-up.", rich_help_panel=_LEARN)] = _DEFAULT.warmup,
     weight_decay: Annotated[
         float, Option(help="AdamW's decay of matrices.", rich_help_panel=_LEARN)
     ] = _DEFAULT.weight_decay,
     clip: Annotated[
         float, Option(help="Largest norm of the whole gradient; 0: no limit.", rich_help_panel=_LEARN)
     ] = _DEFAULT.clip,
-    seed: Annotated[
-        int, Option(help="Of random weights and document order.", rich_help_panel=_LEARN)
-    ] = _DEFAULT.seed,
+    seed: Annotated[int, Option(help="Of random weights and document order.", rich_help_panel=_LEARN)] = _DEFAULT.seed,
     out: Annotated[
         Path | None,
         Option(help="Folder of the run. Default: runs/ and the model's name.", rich_help_panel=_KEEP),
     ] = None,
-    save_every: Annotated[
-        int, Option(help="Steps between checkpoints.", rich_help_panel=_KEEP)
-    ] = _DEFAULT.save_every,
+    save_every: Annotated[int, Option(help="Steps between checkpoints.", rich_help_panel=_KEEP)] = _DEFAULT.save_every,
     keep: Annotated[
         int, Option(help="How many of the newest checkpoints to keep.", rich_help_panel=_KEEP)
     ] = _DEFAULT.keep,

@@ -35,7 +35,7 @@ from laga_attn.train.together import reduce
 __all__ = ["CASES", "Case", "Measurement", "compare", "demo"]
 
 _RANKS = 2
-_TIMED = 3
+_TIMED = 2
 _MIB = 2**20
 _CPU = torch.device("cpu")
 
@@ -152,9 +152,7 @@ def _measure_all(model_name: str, seq_len: int) -> dict[Case, Measurement]:
     return results
 
 
-def _measure(
-    model: nn.Module, row: Row, case: Case, expected: list[Tensor]
-) -> tuple[Measurement, list[Tensor]]:
+def _measure(model: nn.Module, row: Row, case: Case, expected: list[Tensor]) -> tuple[Measurement, list[Tensor]]:
     from laga_attn.integrations.transformers import parallelize
 
     world = dist.group.WORLD

@@ -138,8 +138,7 @@ def arrange(options: TrainOptions, world: int) -> Ranks:
     degree = options.ulysses_degree
     if degree is not None and cp % degree:
         raise UsageError(
-            f"--ulysses-degree {degree} does not divide the {cp} context-parallel ranks; choose one of "
-            f"{_divisors(cp)}"
+            f"--ulysses-degree {degree} does not divide the {cp} context-parallel ranks; choose one of {_divisors(cp)}"
         )
     if options.seq_len < 2 * cp:
         raise UsageError(

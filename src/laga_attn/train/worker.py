@@ -37,8 +37,7 @@ def run_worker(options: TrainOptions, stop_file: Path | None = None) -> int:
     """
     from laga_attn.train.loop import train
 
-    plain = {"markup": False, "highlight": False, "soft_wrap": True}
-    console, errors = Console(**plain), Console(stderr=True, **plain)
+    console, errors = _plain_console(stderr=False), _plain_console(stderr=True)
     rank = int(os.environ.get("RANK", "0"))
     restarted = _attempt() > 0
     with StopRequest(stop_file).listening() as stop:
@@ -60,6 +59,11 @@ def run_worker(options: TrainOptions, stop_file: Path | None = None) -> int:
             )
             return _FAILED
     return _OK
+
+
+def _plain_console(*, stderr: bool) -> Console:
+    """Prints text as it is: paths keep their brackets, lines their length."""
+    return Console(stderr=stderr, markup=False, highlight=False, soft_wrap=True)
 
 
 @contextmanager

@@ -21,12 +21,15 @@ import copy
 import dataclasses
 import functools
 import importlib.util
+import inspect
 import os
 import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+import pytest
 
 HERE = Path(__file__).resolve().parent
 TESTS = "tests/unit_tests/transformer/test_multi_latent_attention.py"
@@ -43,7 +46,8 @@ def main() -> int:
         parser.error(f"{checkout} has no {TESTS}")
     # The checkout's `tests` package must be the one that is imported, so this repository stays off the path.
     path = os.pathsep.join([str(checkout), str(HERE), os.environ.get("PYTHONPATH", "")])
-    launch = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={options.ranks}", "--no-python"]
+    launch = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={options.ranks}"]
+    launch += ["--local-ranks-filter=0", "--no-python"]
     run = [sys.executable, "-m", "pytest", "-p", Path(__file__).stem, "-o", "addopts=", "-q", TESTS, *pytest_arguments]
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "MLA_OWN_TESTS": "1"}
     return subprocess.run(launch + run, cwd=checkout, env=environment, check=False).returncode
@@ -69,6 +73,29 @@ def use_gloo() -> None:
     torch.cuda.device_count = lambda: int(os.environ["WORLD_SIZE"])
     torch.cuda.set_device = lambda device: None
     torch.cuda.is_available = lambda: False
+
+
+def keep_groups() -> None:
+    """Make the groups of every layout once: gloo keeps the threads of groups that were destroyed."""
+    from megatron.core import parallel_state
+
+    make, made = parallel_state.initialize_model_parallel, {}
+    layouts = inspect.signature(make)
+
+    @functools.wraps(make)
+    def make_once(*arguments: Any, **options: Any) -> None:
+        key = repr(layouts.bind(*arguments, **options))
+        if key not in made:
+            try:
+                make(*arguments, **options)
+            except RuntimeError as error:
+                if "not divisible" in str(error):
+                    pytest.skip(f"needs more ranks: {error}")
+                raise
+            made[key] = {name: value for name, value in vars(parallel_state).items() if name.isupper()}
+        vars(parallel_state).update(made[key])
+
+    parallel_state.initialize_model_parallel = make_once
 
 
 def stand_in_for_transformer_engine() -> None:
@@ -139,6 +166,9 @@ def use_laga() -> None:
         return spec
 
     gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec = spec_with_laga
+    if hasattr(mla, "FusedMLASelfAttention"):
+        names = {"__doc__": "The same for the layer with one down-projection."}
+        mla.FusedMLASelfAttention = type("FusedWithValues", (LayerWithValues, mla.FusedMLASelfAttention), names)
     mla.MLASelfAttention = LayerWithValues
     initialise = MLATransformerConfig.__init__
     assert any(field.name == "attention_dropout" for field in dataclasses.fields(MLATransformerConfig))
@@ -150,10 +180,9 @@ def use_laga() -> None:
 
 
 if "MLA_OWN_TESTS" in os.environ and __name__ != "__main__":
-    import pytest
-
     cpu = load("megatron_cpu", HERE.parents[1] / "megatron_cpu.py")
     use_gloo()
+    keep_groups()
     stand_in_for_transformer_engine()
     use_laga()
     from tests.test_utils.python_scripts import download_unit_tests_dataset
