@@ -58,6 +58,5 @@ def curve() -> list[CellReport]:
 
 def report() -> Report:
     environment = {"laga-attn": "0.1", "processor": "a <fast> one"}
-    return Report(
-        environment, {"rounds": 3}, [race_report(), *[replace(c, cell=replace(CELL, seq_len=9)) for c in curve()]]
-    )
+    over_links = [replace(race, cell=replace(CELL, seq_len=9)) for race in curve()]
+    return Report(environment, {"rounds": 3}, [race_report(), *over_links])

@@ -26,16 +26,15 @@ def step_and_replay(ctx, variant: Variant):
     return [[(r.kind, r.op, r.phase, r.sent_to, r.received_from) for r in ledger.select()] for ledger in (real, alone)]
 
 
-@pytest.mark.parametrize(
-    "variant",
-    [
-        Variant("explicit", 2, "kv"),
-        Variant("laga", 1, "latent"),
-        Variant("laga", 2, "latent"),
-        Variant("absorbed", 2, "gathered"),
-    ],
-    ids=lambda v: f"{v.scheme}-{v.ulysses_degree}",
+VARIANTS = (
+    Variant("explicit", 2, "kv"),
+    Variant("laga", 1, "latent"),
+    Variant("laga", 2, "latent"),
+    Variant("absorbed", 2, "gathered"),
 )
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: f"{v.scheme}-{v.ulysses_degree}")
 def test_the_same_collectives_move_the_same_bytes(ranks, variant):
     for real, alone in ranks(2).run(step_and_replay, variant):
         assert alone == real

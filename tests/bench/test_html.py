@@ -16,9 +16,7 @@ from laga_attn.bench.charts import Bar, Line, Point, bar_chart, line_chart, tick
 from laga_attn.bench.html import to_html
 from tests.bench.tables import AUTO, BASE, LAGA, report
 
-CHROMIUM = next(
-    (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
-)
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
 
 def screenshot(page: Path, *flags: str) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Inference steps on ranks, from random latents: run a schedule, collect what every token got, compare with the oracle."""
+"""Inference steps on ranks from random latents: run a schedule, and collect what every token got."""
 
 from __future__ import annotations
 

@@ -44,8 +44,11 @@ def _section(cells: Sequence[CellReport]) -> str:
     first = cells[0]
     if first.link is None or len(cells) == 1:
         return f"<section><h2>{escape(_heading(first))}</h2>{_race(first)}</section>\n"
-    folded = "".join(f"<details><summary>{escape(rate_text(cell))}</summary>{_race(cell)}</details>" for cell in cells)
-    return f"<section><h2>{escape(_sizes(first))}</h2>{_curve(cells)}{folded}</section>\n"
+    ordered = sorted(cells, key=_rate)
+    folded = "".join(
+        f"<details><summary>{escape(rate_text(cell))}</summary>{_race(cell)}</details>" for cell in ordered
+    )
+    return f"<section><h2>{escape(_sizes(first))}</h2>{_curve(ordered)}{folded}</section>\n"
 
 
 def _sizes(cell: CellReport) -> str:
@@ -84,16 +87,15 @@ def _circumstances(cell: CellReport) -> str:
 
 
 def _curve(cells: Sequence[CellReport]) -> str:
-    ordered = sorted(cells, key=_rate)
     lines, places = [], Counter[str]()
-    for number, variant in enumerate(ordered[0].variants):
+    for number, variant in enumerate(cells[0].variants):
         style = _style(variant)
-        points = tuple(_point(cell, cell.variants[number]) for cell in ordered)
+        points = tuple(_point(cell, cell.variants[number]) for cell in cells)
         lines.append(Line(variant.name, style, places[style], points))
         places[style] += 1
-    labels = [(_rate(cell), rate_text(cell)) for cell in ordered]
+    labels = [(_rate(cell), rate_text(cell)) for cell in cells]
     chart = line_chart(lines, labels, name="Time ratios over bandwidth", reference=1.0)
-    crossings = "".join(f"<li>{escape(f'{c.name}: {crossover_text(c)}')}</li>" for c in crossovers(ordered))
+    crossings = "".join(f"<li>{escape(f'{c.name}: {crossover_text(c)}')}</li>" for c in crossovers(cells))
     return _panel("Time ratio over the bandwidth between two nodes", f"{chart}<ul>{crossings}</ul>")
 
 

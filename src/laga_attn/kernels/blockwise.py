@@ -21,8 +21,8 @@ from laga_attn.spans import Span
 
 __all__ = ["backward", "forward", "split"]
 
-_FORWARD_TILE = (256, 4096)  # query rows, key rows
-_BACKWARD_TILE = (2048, 256)
+_FORWARD_TILE = (256, 8192)  # query rows, key rows
+_BACKWARD_TILE = (4096, 256)
 _FEW_KEYS = 512
 
 

@@ -25,6 +25,7 @@ from laga_attn.train.errors import UsageError
 __all__ = ["plan"]
 
 _WHAT, _WHERE, _HOW, _SHOW = "What to plan", "On what", "Which configurations", "What to show"
+_TABLE_WIDTH = 116
 _SAVES = ("auto", "latent", "gathered", "kv")
 
 
@@ -104,8 +105,8 @@ def plan(
         bool,
         Option(
             "--paper",
-            help="Instead of a plan: trace the figures of the LAGA paper again and write docs/reproduction.md. Run it in "
-            "a checkout of the repository.",
+            help="Instead of a plan: trace the figures of the LAGA paper again and write docs/reproduction.md. Run it "
+            "in a checkout of the repository.",
             rich_help_panel=_SHOW,
         ),
     ] = False,
@@ -118,6 +119,7 @@ def plan(
         laga-attn plan --model deepseek-v3 --seq-len 1M --cp 256 --hardware h100
     """
     console = Console(stderr=json_path is not None and str(json_path) == "-")
+    console.width = max(console.width, _TABLE_WIDTH)  # a cut table says nothing
     try:
         if paper:
             from laga_attn.plan.paper import write_reproduction

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, Final
 
+from rich import box
 from rich.table import Table
 
 from laga_attn.plan.figures import RankFigures
@@ -37,14 +38,11 @@ def headline(workload: Workload, hardware: Hardware) -> str:
 
 def layer_table(rows: Sequence[Row], best: Row | None) -> Table:
     """One row per candidate, figures of one rank for one layer."""
-    table = Table(caption="per rank and layer; * recommended", caption_justify="left")
-    for name in ("", "scheme", "U", "save"):
-        table.add_column(name)
-    for name in (
+    numbers = (
         "port fwd\nGiB", "port bwd\nGiB", "network\nGiB", "saved\nGiB", "peak\nGiB",
-        "project\nTFLOP", "rebuild\nTFLOP", "attend\nTFLOP", "time, ms\noverlap .. none", "fits",
-    ):  # fmt: skip
-        table.add_column(name, justify="right")
+        "project\nTFLOP", "rebuild\nTFLOP", "attend\nTFLOP", "ms, all\noverlap", "ms, no\noverlap", "fits",
+    )  # fmt: skip
+    table = _new_table("per rank and layer; * recommended", ("", "scheme", "U", "save"), numbers)
     for row in rows:
         figures = row.figures
         table.add_row(
@@ -56,8 +54,9 @@ def layer_table(rows: Sequence[Row], best: Row | None) -> Table:
             _gib(figures.nic_bytes),
             _gib(figures.saved_bytes),
             _gib(figures.peak_bytes),
-            *(f"{figures.part_flops(part) / 1e12:.1f}" for part in ("projection", "expansion", "attention")),
-            f"{row.time.with_overlap * 1e3:.1f} .. {row.time.without_overlap * 1e3:.1f}",
+            *(f"{figures.part_flops(part) / 1e12:#.3g}" for part in ("projection", "expansion", "attention")),
+            f"{row.time.with_overlap * 1e3:#.3g}",
+            f"{row.time.without_overlap * 1e3:#.3g}",
             "yes" if row.fits else "no",
             style="bold" if row is best else None,
         )
@@ -67,18 +66,15 @@ def layer_table(rows: Sequence[Row], best: Row | None) -> Table:
 def step_table(steps: Sequence[StepFigures], workload: Workload, hardware: Hardware) -> Table:
     """One row per candidate, figures of one rank for a step of the whole model."""
     sharers = workload.cp * workload.dp
-    table = Table(
-        caption="per rank, forward and backward of all layers; sharded: parameters, gradients and "
-        f"{ADAM_BYTES} bytes of optimizer per parameter cut over dp x cp = {sharers} ranks",
-        caption_justify="left",
+    caption = (
+        "per rank, forward and backward of all layers; sharded: parameters, gradients and "
+        f"{ADAM_BYTES} bytes of optimizer per parameter cut over dp x cp = {sharers} ranks"
     )
-    for name in ("scheme", "U", "save"):
-        table.add_column(name)
-    for name in (
+    numbers = (
         "port\nGiB", "network\nGiB", "params\nGiB", "activations\nGiB", "peak\nGiB", "sharded\nGiB", "PFLOP",
-        "time, s\nno overlap", "fits\nsharded",
-    ):  # fmt: skip
-        table.add_column(name, justify="right")
+        "s, no\noverlap", "sharded\nfits",
+    )  # fmt: skip
+    table = _new_table(caption, ("scheme", "U", "save"), numbers)
     for step in steps:
         sharded = step.bytes_when_sharded(sharers, workload.itemsize)
         table.add_row(
@@ -91,10 +87,19 @@ def step_table(steps: Sequence[StepFigures], workload: Workload, hardware: Hardw
             _gib(step.activation_bytes),
             _gib(step.peak_bytes),
             _gib(sharded),
-            f"{step.flops / 1e15:.2f}",
-            f"{step.seconds:.2f}",
+            f"{step.flops / 1e15:#.3g}",
+            f"{step.seconds:#.3g}",
             "yes" if sharded <= hardware.memory_bytes * USABLE_MEMORY else "no",
         )
+    return table
+
+
+def _new_table(caption: str, words: Sequence[str], numbers: Sequence[str]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), caption=caption, caption_justify="left")
+    for name in words:
+        table.add_column(name, no_wrap=True)
+    for name in numbers:
+        table.add_column(name, justify="right", no_wrap=True)
     return table
 
 
@@ -163,4 +168,4 @@ def _figures(figures: RankFigures) -> dict[str, Any]:
 
 
 def _gib(nbytes: int) -> str:
-    return f"{nbytes / _GIB:.2f}"
+    return f"{nbytes / _GIB:#.3g}"

@@ -31,14 +31,14 @@ Scratch = Callable[[Any, Sequence[Any]], int]
 """Bytes that a kernel operator allocates for itself while it runs, from the operator and its arguments."""
 
 _LIBRARY: Final = "laga_attn"
-_KNOWN_NAMESPACES: Final = ("aten", "prim", "prims", "profiler", _LIBRARY)
+_KNOWN_NAMESPACES: Final = ("aten", "prims", "profiler", _LIBRARY)
 
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
     """What is worth knowing about an operator, found out once."""
 
-    view: bool
+    idle: bool  # a view, or a question about a tensor, such as its device
     new: bool  # returns storage that was not among its arguments
     collective: bool
     composite: bool  # a composition of operators, which the mode sees only where autograd is off
@@ -136,7 +136,7 @@ class Trace(TorchDispatchMode):
             result = self._run_kernel(func, args, kwargs)
         else:
             result = func(*args, **kwargs)
-        if not kind.view:
+        if not kind.idle:
             self._record(func, args, kwargs, result, kind)
         return result
 
@@ -194,4 +194,6 @@ def _kind_of(func: Any) -> _Kind:
         func.name(), "CompositeImplicitAutograd"
     )
     new = any(returned.alias_info is None for returned in func._schema.returns)
-    return _Kind(view=func.is_view, new=new, collective=is_collective(func), composite=composite)
+    return _Kind(
+        idle=func.is_view or func.namespace == "prim", new=new, collective=is_collective(func), composite=composite
+    )

@@ -13,6 +13,7 @@ from typing import Annotated, NamedTuple
 import torch
 import torch.distributed as dist
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
@@ -216,6 +217,8 @@ def _table(measurements: dict[Case, Measurement], seq_len: int) -> Table:
         "(weights not counted); time relative to explicit U=1",
         title_justify="left",
         caption_justify="left",
+        box=SIMPLE_HEAD,  # narrow enough for 80 columns
+        padding=(0, 1),
     )
     table.add_column("scheme", no_wrap=True)
     for column in ("loss", "loss diff", "grad diff", "port", "saved", "peak", "time"):

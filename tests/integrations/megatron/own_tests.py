@@ -28,12 +28,14 @@ import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import pytest
 
 HERE = Path(__file__).resolve().parent
 TESTS = "tests/unit_tests/transformer/test_multi_latent_attention.py"
 GPU_ONLY = "a Triton kernel, which needs a GPU"
+ABOUT_VALUES = "about values of another width than queries, and LAGA has no values"
 
 
 def main() -> int:
@@ -62,6 +64,12 @@ def load(name: str, file: Path) -> ModuleType:
     sys.modules[name] = module
     spec.loader.exec_module(module)
     return module
+
+
+def without_downloads() -> None:
+    """The checkout's conftest fetches data sets that these tests do not read."""
+    name = "tests.test_utils.python_scripts.download_unit_tests_dataset"
+    sys.modules[name] = mock.MagicMock()
 
 
 def use_gloo() -> None:
@@ -185,9 +193,7 @@ if "MLA_OWN_TESTS" in os.environ and __name__ != "__main__":
     keep_groups()
     stand_in_for_transformer_engine()
     use_laga()
-    from tests.test_utils.python_scripts import download_unit_tests_dataset
-
-    download_unit_tests_dataset.download_and_extract_asset = lambda **_: None  # these tests read no data
+    without_downloads()
     context = cpu.megatron_on_cpu()
 
     def pytest_configure() -> None:
@@ -202,6 +208,8 @@ if "MLA_OWN_TESTS" in os.environ and __name__ != "__main__":
             fused = parameters is not None and parameters.params.get("apply_rope_fusion")
             if fused or "ropefusion" in item.nodeid.replace("_", "").lower():
                 item.add_marker(pytest.mark.skip(reason=GPU_ONLY))
+            if "qv_head_dim_mismatch" in item.nodeid:
+                item.add_marker(pytest.mark.skip(reason=ABOUT_VALUES))
 
 
 if __name__ == "__main__":

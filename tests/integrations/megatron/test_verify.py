@@ -9,6 +9,7 @@ import torch
 
 from laga_attn.integrations.megatron import Verification, verify, with_laga
 from laga_attn.integrations.megatron import core_attention as core_module
+from laga_attn.integrations.megatron.features import process_groups
 from tests.integrations.megatron.models import Batch, Model, build, forward_backward, local_batch, spec_of, wrap
 from tests.integrations.megatron.world import Parallel, megatron_ranks
 
@@ -40,7 +41,7 @@ def verified(ctx, model: Model, parallel: Parallel, with_stock: bool, wrapped: b
                    for p in gpt.parameters())  # fmt: skip
         if wrapped:
             share = forward_backward(outer, BATCH, parallel)[1]
-            torch.distributed.all_reduce(share, group=layer.pg_collection.cp)
+            torch.distributed.all_reduce(share, group=process_groups(layer).cp)
             assert float(share) == pytest.approx(result.loss, rel=1e-6), "the model runs as before"
         return result
 
