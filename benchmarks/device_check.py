@@ -2,9 +2,9 @@
 
     python benchmarks/device_check.py
 
-Ranks on one GPU exchange tensors by gloo, through the host, for NCCL wants a GPU for each. So the times of the bench are
-those of a slow link, with computation that the ranks take turns at; only their ratios mean something. Takes less than
-four minutes on one GPU; `--device cpu --small` runs the same on any machine. Exit status 1 if a result is wrong.
+Ranks on one GPU exchange tensors by gloo, through the host, for NCCL wants a GPU for each. So the times of the bench
+are those of a slow link, with computation that the ranks take turns at; only their ratios mean something. Takes less
+than four minutes on one GPU; `--device cpu --small` runs the same on any machine. Exit status 1 if a result is wrong.
 """
 
 from __future__ import annotations

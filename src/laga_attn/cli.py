@@ -7,6 +7,7 @@ import typer
 from laga_attn.bench.command import bench
 from laga_attn.doctor import doctor
 from laga_attn.inference.command import generate
+from laga_attn.plan.command import plan
 from laga_attn.train.command import train
 from laga_attn.train.demo import demo
 
@@ -14,7 +15,7 @@ __all__ = ["app", "main"]
 
 app = typer.Typer(
     name="laga-attn",
-    help="Context parallelism for multi-head latent attention: train, compare, check this machine.",
+    help="Context parallelism for multi-head latent attention: train, compare, plan, generate.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode="markdown",
@@ -25,6 +26,7 @@ app.command()(demo)
 app.command()(generate)
 app.command()(doctor)
 app.command()(bench)
+app.command()(plan)
 
 
 def main() -> None:
