@@ -15,13 +15,24 @@ from laga_attn.attention_plan import SAVE_POLICIES, LatentDims, Save, Scheme
 from laga_attn.layout import SequenceLayout
 from laga_attn.plan.formulas import busiest_view, flop_count, port_bytes, port_elements
 
-__all__ = ["FLOPS_PER_PORT_BYTE", "Cost", "choose", "estimate", "legal_degrees", "port_elements"]
+__all__ = [
+    "CPU_FLOPS_PER_PORT_BYTE",
+    "FLOPS_PER_PORT_BYTE",
+    "Cost",
+    "choose",
+    "estimate",
+    "legal_degrees",
+    "port_elements",
+]
 
 FLOPS_PER_PORT_BYTE: Final = 2000.0
 """F: about 400 TFLOP/s of attention over 200 GB/s of port, an H100-class GPU inside its node.
 
-Slower links raise it, which favours the latent on the wire; ranks of one CPU machine are nearer 300.
+Slower links raise it, which favours the latent on the wire.
 """
+
+CPU_FLOPS_PER_PORT_BYTE: Final = 300.0
+"""F for ranks of one CPU machine: some 400 GFLOP/s of bf16 products over 1.4 GB/s of gloo on the loopback."""
 
 _CACHED: Final = 256
 _SCHEMES: Final[tuple[Scheme, ...]] = ("laga", "explicit", "absorbed")  # of equals the first is taken
