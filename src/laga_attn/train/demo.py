@@ -218,7 +218,7 @@ def _table(measurements: dict[Case, Measurement], seq_len: int) -> Table:
         title_justify="left",
         caption_justify="left",
         box=SIMPLE_HEAD,  # narrow enough for 80 columns
-        padding=(0, 1),
+        padding=(0, 1, 0, 0),
     )
     table.add_column("scheme", no_wrap=True)
     for column in ("loss", "loss diff", "grad diff", "port", "saved", "peak", "time"):
