@@ -48,7 +48,7 @@ def race_report() -> CellReport:
 
 def curve() -> list[CellReport]:
     """The slower the link, the slower the baseline."""
-    slower = (1.0, 5.0, 0.4)
+    slower = (1.25, 5.0, 0.4)
     by_rank = [
         [rank_0(slower=factor) for factor in slower],
         [rank_1(0.95 * link.rate, factor) for link, factor in zip(LINKS, slower, strict=True)],

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from laga_attn.bench import ranks
 from laga_attn.bench.ranks import run_on_ranks
 
 
@@ -25,3 +26,22 @@ def test_results_come_in_rank_order_from_one_group_with_one_thread_each():
 def test_a_failing_rank_is_reported_with_its_message():
     with pytest.raises(Exception, match="rank 1 cannot"):
         run_on_ranks(fail_on_rank_1, 2)
+
+
+@pytest.mark.parametrize(("gpus", "backend", "gpu"), [(8, "cpu:gloo,cuda:nccl", 3), (2, "cpu:gloo,cuda:gloo", 1)])
+def test_ranks_get_a_gpu_each_with_nccl_or_share_them_with_gloo(monkeypatch, tmp_path, gpus, backend, gpu):
+    """Rank 3 of 4, with everything that needs a device noted down instead."""
+    said = {}
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda index: said.update(gpu=index))
+    monkeypatch.setattr(dist, "init_process_group", lambda name, **_: said.update(backend=name))
+    for name in ("barrier", "destroy_process_group"):
+        monkeypatch.setattr(dist, name, lambda: None)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    threads = torch.get_num_threads()
+    try:
+        ranks._run_rank(3, 4, tmp_path, 2, "cuda", None, torch.get_num_threads, ())
+    finally:
+        torch.set_num_threads(threads)
+    assert said == {"gpu": gpu, "backend": backend}
+    assert torch.load(tmp_path / "result-3") == 2

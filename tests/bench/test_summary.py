@@ -67,11 +67,11 @@ def test_over_a_link_the_busier_direction_counts_and_the_measured_rate_is_the_re
 
 
 def test_a_curve_crosses_the_baseline_between_the_rates_around_it():
-    """laga: ratio 0.1 at 0.1 Gbit/s, 0.5 at 1, 1.25 at 10: at 1 two thirds of the way on a logarithmic axis."""
+    """laga: ratio 0.1 at 0.1 Gbit/s, 0.4 at 1, 1.25 at 10: 1 is 0.6 / 0.85 of the way there on a logarithmic axis."""
     found = {c.name: c for c in crossovers(curve())}
     assert set(found) == {LAGA, AUTO}
     assert found[LAGA].faster_below
-    assert math.log10(found[LAGA].rate or 0) == pytest.approx(9 + 2 / 3)
+    assert math.log10(found[LAGA].rate or 0) == pytest.approx(9 + 0.6 / 0.85)
 
 
 @pytest.mark.parametrize(("slower", "faster_below"), [(100.0, True), (0.01, False)])

@@ -143,6 +143,19 @@ def test_bf16_error_is_that_of_one_bf16_forward_pass(ranks, size):
         assert rms(out - exact) <= 1.5 * rms(single - exact), merge
 
 
+@pytest.mark.parametrize("rebuild_from", [8, 1000])
+def test_bf16_error_does_not_grow_with_the_number_of_blocks(ranks, rebuild_from):
+    def error(workspace: int) -> float:
+        setup = Setup(
+            lengths=(300,), heads=4, nope=32, rope=16, v=24, rank=64, dtype=torch.bfloat16, cache_dtype=torch.bfloat16,
+            rebuild_from=rebuild_from, options={"workspace": workspace},
+        )  # fmt: skip
+        (out,) = run_on(ranks(1), setup, [{0: 60}] * 5)
+        return rms((out - expected_outputs(setup, 0))[240:])
+
+    assert error(40_000) <= 1.1 * error(2**28)
+
+
 @pytest.mark.skipif(FP8 is None, reason="this PyTorch has no float8_e4m3fn")
 @pytest.mark.parametrize("size", [1, 2])
 def test_fp8_storage_costs_what_three_bits_of_mantissa_cost(ranks, size):

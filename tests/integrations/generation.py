@@ -62,4 +62,5 @@ def generate(ctx: RankContext, call: Call, tokens: Tensor, mask: Tensor | None) 
     cache = generation_cache(model, cp=cp, page_size=4, **call.cache)
     torch.manual_seed(11)
     out = model.generate(tokens, attention_mask=mask, past_key_values=cache, **call.arguments)
+    assert sorted(cache.sequences) == list(cache.latents.sequences), "rows that beam search gave up are still there"
     return out, [cache.latents.length(sequence) for sequence in cache.sequences]

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
-import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
+
+from laga_attn.plan.trace import Trace
 
 __all__ = ["SavedTensors", "TensorMemory", "saved_tensors"]
-
-_BELOW_MODES = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 
 
 @dataclass(slots=True)
@@ -54,56 +49,23 @@ def saved_tensors(excluded: Iterable[Tensor] = ()) -> Iterator[SavedTensors]:
         yield saved
 
 
-class TensorMemory(TorchDispatchMode):
+class TensorMemory(Trace):
     """Bytes of tensors that exist at once, counted while the mode is active.
 
     A storage counts from the operator that returned it until it is freed; what existed before does not count. The
     kernels of this library are looked into, so their temporaries count too; those inside torch's own operators do
-    not. Works on real tensors on the CPU; on a GPU the allocator's statistics say more.
-
-    Attributes:
-        live: bytes that exist now.
-        peak: the most that existed at once.
+    not. On a GPU the allocator's statistics say more.
     """
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.live = 0
-        self.peak = 0
-        self._known: set[int] = set()
+        super().__init__(look_inside=True)
 
-    def __torch_dispatch__(
-        self,
-        func: torch._ops.OpOverload[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        self._count((args, kwargs), new=False)
-        if func.namespace == "laga_attn":
-            # The mode is off in here. Switched on again, it would see this operator anew, hence the redispatch to
-            # what lies below all modes.
-            with self:
-                out = func.redispatch(_BELOW_MODES, *args, **(kwargs or {}))
-        else:
-            out = func(*args, **(kwargs or {}))
-        self._count(out, new=True)
-        return out
+    @property
+    def live(self) -> int:
+        """Bytes that exist now."""
+        return self.memory.live_bytes()
 
-    def _count(self, values: object, *, new: bool) -> None:
-        """Take note of storages not seen before; those that an operator gets as inputs existed all along."""
-        for value in tree_iter(values):
-            if not isinstance(value, Tensor):
-                continue
-            storage = value.untyped_storage()
-            key, nbytes = storage._cdata, storage.nbytes() if new else 0
-            if key in self._known:
-                continue
-            self._known.add(key)
-            self.live += nbytes
-            self.peak = max(self.peak, self.live)
-            weakref.finalize(storage, self._release, key, nbytes)
-
-    def _release(self, key: int, nbytes: int) -> None:
-        self._known.discard(key)
-        self.live -= nbytes
+    @property
+    def peak(self) -> int:
+        """The most bytes that existed at once."""
+        return self.memory.peak().nbytes

@@ -65,16 +65,15 @@ class MemoryLog:
             self._resize(block, storage.nbytes())
         return block
 
+    def find(self, tensor: Tensor) -> Block | None:
+        """The block of a tensor's storage, if it is known."""
+        return self._live.get(id(tensor.untyped_storage()))
+
     def hand_over(self, old: Tensor, new: Tensor, made_by: object) -> None:
         """`new` takes the place of `old`, whose storage counts nothing from here on."""
         if new.untyped_storage() is not old.untyped_storage():
             self._resize(self.watch(old, made_by), 0)
             self.watch(new, made_by)
-
-    def scratch(self, nbytes: int, made_by: object, like: Tensor) -> None:
-        """Log bytes that an operator takes and gives back by itself."""
-        block = self._add(nbytes, made_by, like)
-        self._free(block)
 
     def start_backward(self) -> None:
         """What lives now was kept by the forward pass; what comes from here on belongs to backward."""
@@ -135,8 +134,6 @@ class MemoryLog:
             block.nbytes = nbytes
 
     def _release(self, key: int) -> None:
-        self._free(self._live.pop(key))
-
-    def _free(self, block: Block) -> None:
+        block = self._live.pop(key)
         block.died = len(self.events)
         self.events.append((block.number, -block.nbytes))

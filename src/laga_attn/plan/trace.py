@@ -1,22 +1,20 @@
 """Trace: everything that a run does to memory, network and arithmetic units, recorded in one pass.
 
 A trace is taken of the code that trains, on tensors without data (`FakeTensorMode`) or on real ones; it sees the
-operators that PyTorch dispatches. Attention kernels are single operators. On real tensors `look_inside` also follows
-what they allocate while they run.
+operators that PyTorch dispatches. The attention kernels of this library are single operators, unless it looks inside.
 """
 
 from __future__ import annotations
 
 import gc
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Self
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -25,12 +23,10 @@ from laga_attn.plan.memory import Category, MemoryLog
 from laga_attn.plan.wire import Transfer, is_collective, is_wait, transfer_of
 from laga_attn.traffic import Phase, traffic
 
-__all__ = ["Scratch", "Trace"]
-
-Scratch = Callable[[Any, Sequence[Any]], int]
-"""Bytes that a kernel operator allocates for itself while it runs, from the operator and its arguments."""
+__all__ = ["Trace"]
 
 _LIBRARY: Final = "laga_attn"
+_SAME_STORAGE: Final = ("_unsafe_view", "lift", "lift_fresh")  # views that their schema does not call so
 _KNOWN_NAMESPACES: Final = ("aten", "prims", "profiler", _LIBRARY)
 
 
@@ -59,8 +55,8 @@ class Trace(TorchDispatchMode):
     reference cycles keep alive stays alive, in every run alike.
 
     Args:
-        look_inside: follow the operators inside this library's kernels too; for real tensors.
-        scratch: bytes that a kernel operator takes for itself, where it is not looked into.
+        look_inside: run this library's kernels operator by operator and count what they allocate meanwhile. It takes
+            as long as a kernel has tiles, so it is for sequences of some thousand tokens.
 
     Attributes:
         memory: the log of storages.
@@ -70,10 +66,10 @@ class Trace(TorchDispatchMode):
             part, by phase; kernels count as reading and writing each tensor once.
         calls: operators that move or compute something, by phase: each is a kernel launch.
         uncounted: operators of other libraries whose FLOPs are not known.
-        saved_bytes: in distinct storages that autograd keeps for backward, those of parameters not counted.
+        saved_bytes: in distinct storages that autograd keeps for backward: of what the trace knows, and no parameters.
     """
 
-    def __init__(self, *, look_inside: bool = False, scratch: Scratch | None = None) -> None:
+    def __init__(self, *, look_inside: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.memory = MemoryLog()
         self.transfers: list[Transfer] = []
@@ -83,13 +79,13 @@ class Trace(TorchDispatchMode):
         self.uncounted: set[str] = set()
         self.saved_bytes = 0
         self._phase: Phase = "forward"
-        self._look_inside, self._scratch, self._inside = look_inside, scratch, False
+        self._look_inside, self._inside = look_inside, False
         self._kinds: dict[Any, _Kind] = {}
         self._saved: set[int] = set()  # block numbers
         self._entered = ExitStack()
         self._hooks = ExitStack()
 
-    def __enter__(self) -> Trace:
+    def __enter__(self) -> Self:
         if gc.isenabled():
             gc.collect()
             gc.disable()
@@ -130,12 +126,10 @@ class Trace(TorchDispatchMode):
         if kind is None:
             kind = self._kinds[func] = _kind_of(func)
         if kind.composite:
-            with self:
+            with self._on():
                 return func.decompose(*args, **kwargs)
-        if func.namespace == _LIBRARY and not self._inside:
-            result = self._run_kernel(func, args, kwargs)
-        else:
-            result = func(*args, **kwargs)
+        inside = self._look_inside and func.namespace == _LIBRARY and not self._inside
+        result = self._run_inside(func, args, kwargs) if inside else func(*args, **kwargs)
         if not kind.idle:
             self._record(func, args, kwargs, result, kind)
         return result
@@ -153,20 +147,27 @@ class Trace(TorchDispatchMode):
         flops = count_flops(func, args, kwargs, result)
         if flops is None and func.namespace not in _KNOWN_NAMESPACES:
             self.uncounted.add(str(func))
-        part = part_of(func) if flops else None
+        part: Part | None = None
         if flops:
-            self.flops[part_of(func), self._phase] += flops
+            part = part_of(func)
+            self.flops[part, self._phase] += flops
         self.hbm_bytes[part, self._phase] += moved_bytes(func, args, kwargs, made)
 
-    def _run_kernel(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        if self._scratch is not None:
-            self.memory.scratch(self._scratch(func, args), func, args[0])
-        if not self._look_inside or isinstance(args[0], FakeTensor):
-            return func(*args, **kwargs)
+    @contextmanager
+    def _on(self) -> Iterator[None]:
+        """The mode, which is off while it handles an operator, on again; without what else `__enter__` sets up."""
+        super().__enter__()  # type: ignore[no-untyped-call]
+        try:
+            yield
+        finally:
+            super().__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+    def _run_inside(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Run a kernel with this mode on: past its own entry, straight to the device's implementation."""
+        device = torch._C.DispatchKey.CUDA if args[0].is_cuda else torch._C.DispatchKey.CPU
         self._inside = True
         try:
-            with self:  # past this mode's own entry, straight to the device's implementation
-                device = torch._C.DispatchKey.CUDA if args[0].is_cuda else torch._C.DispatchKey.CPU
+            with self._on():
                 return func.redispatch(torch._C.DispatchKeySet(device), *args, **kwargs)
         finally:
             self._inside = False
@@ -185,7 +186,9 @@ class Trace(TorchDispatchMode):
             self.memory.watch(tensor, func)
 
     def _pack(self, tensor: Tensor) -> Tensor:
-        self._saved.add(self.memory.watch(tensor, "saved").number)
+        block = self.memory.find(tensor)
+        if block is not None:
+            self._saved.add(block.number)
         return tensor
 
 
@@ -194,6 +197,7 @@ def _kind_of(func: Any) -> _Kind:
         func.name(), "CompositeImplicitAutograd"
     )
     new = any(returned.alias_info is None for returned in func._schema.returns)
+    new = new and func.overloadpacket.__name__ not in _SAME_STORAGE
     return _Kind(
         idle=func.is_view or func.namespace == "prim", new=new, collective=is_collective(func), composite=composite
     )

@@ -90,6 +90,7 @@ def config_of(model: Model, parallel: Parallel) -> Any:
         "attention_dropout": 0.0,
         "init_method_std": 0.3,  # scores of a few units, so that attention is far from uniform
         "use_cpu_initialization": True,
+        "transformer_impl": "local",
         "tensor_model_parallel_size": parallel.tp,
         "context_parallel_size": parallel.cp,
         "pipeline_model_parallel_size": parallel.pp,
@@ -117,6 +118,8 @@ def spec_of(model: Model) -> Any:
         num_experts=model.experts, multi_latent_attention=True, qk_layernorm=True, normalization="RMSNorm"
     )
     linears = spec.submodules.self_attention.submodules
+    if model.q_lora_rank is None:
+        linears.q_layernorm = IdentityOp  # there is no query latent to normalise
     if model.te_layers:
         linears.linear_q_down_proj = linears.linear_kv_down_proj = DuplicatedLinear
         linears.linear_q_up_proj = linears.linear_kv_up_proj = NormColumnParallelLinear

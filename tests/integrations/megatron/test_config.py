@@ -14,6 +14,8 @@ from laga_attn.presets import preset_names
 from tests.integrations.megatron.models import Model, build, config_of
 from tests.integrations.megatron.world import Parallel, megatron_ranks
 
+pytestmark = pytest.mark.filterwarnings("ignore:full scope is deprecated")
+
 
 def megatron(**arguments) -> MLATransformerConfig:
     return MLATransformerConfig(num_layers=1, use_cpu_initialization=True, **arguments)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -114,7 +115,7 @@ def call(ctx, model: Model, arguments: dict[str, Any], change: str | None = None
     [
         ({"key_value_states": torch.zeros(1)}, None, "without key_value_states"),
         ({}, "wrapped up-projection", "linear_kv_up_proj was replaced by Sequential .*merge the adapter"),
-        ({}, "stock class", "got the keys and values of a stock layer.*apply with_laga last"),
+        ({}, "stock class", "got the keys and values of a stock layer.*turn that off"),
     ],
 )
 def test_calls_that_cannot_work_are_refused(ranks, arguments, change, message):
@@ -225,6 +226,11 @@ def test_the_support_table_holds_every_refusal_and_every_feature():
     assert len(table) == 2 + len(SUPPORTED) + len(REFUSALS)
     for refusal in REFUSALS:
         assert any(line.startswith(f"| `{refusal.option}` | no |") and refusal.instead in line for line in table)
+
+
+def test_the_guide_holds_the_support_table():
+    guide = Path(__file__).resolve().parents[3] / "docs" / "megatron.md"
+    assert support_table() in guide.read_text(encoding="utf-8")
 
 
 def test_without_megatron_the_error_says_how_to_install_it():

@@ -116,36 +116,36 @@ class LatentCoreAttention(MegatronModule):  # type: ignore[misc]
         if value is not None or attention_bias is not None or not self._layer:
             raise ValueError(
                 "LatentCoreAttention got the keys and values of a stock layer: the class of the attention layer was "
-                "changed after with_laga (hybrid models do so for mla_down_proj_fusion); apply with_laga last"
+                "changed after with_laga, as hybrid models do for mla_down_proj_fusion; turn that off"
             )
         causal = is_causal(self.attn_mask_type if attn_mask_type is None else attn_mask_type, attention_mask)
-        window = self.window if causal else None
         layout = layout_of(packed_seq_params, query.shape[0], self.cp.size)
         packed = query.ndim == 3
         q, latent = (x.unsqueeze(0) if packed else x.transpose(0, 1) for x in (query, key))  # [b, s, ...]
         c_kv, k_rope = latent[..., : self.dims.kv_lora_rank], latent[..., self.dims.kv_lora_rank :]
         weight = up_weight(self._layer[0])
         out = latent_attention(
-            q, c_kv, k_rope, weight, layout=layout, cp=self._grid(q, layout, causal, window),
+            q, c_kv, k_rope, weight, layout=layout, cp=self._grid(q, layout, causal),
             scheme=self.options.scheme, qk_nope_head_dim=self.dims.qk_nope_head_dim, v_head_dim=self.dims.v_head_dim,
-            softmax_scale=self.softmax_scale, causal=causal, window=window, save=self.options.save,
+            softmax_scale=self.softmax_scale, causal=causal, window=self.window, save=self.options.save,
         )  # [b, s, h, v]  # fmt: skip
         if self._tracks_max_logits:
             largest = max_attention_logits(
                 q, c_kv, k_rope, weight, layout=layout, cp=self.cp, dims=self.dims,
-                softmax_scale=self.softmax_scale, causal=causal, window=window,
+                softmax_scale=self.softmax_scale, causal=causal, window=self.window,
             )  # fmt: skip
             before = self.current_max_attn_logits
             self.current_max_attn_logits = largest if before is None else torch.maximum(before, largest)
         return out.squeeze(0).flatten(1) if packed else out.transpose(0, 1).flatten(2)
 
-    def _grid(self, q: Tensor, layout: SequenceLayout, causal: bool, window: int | None) -> ContextParallel:
+    def _grid(self, q: Tensor, layout: SequenceLayout, causal: bool) -> ContextParallel:
         """The ranks with a Ulysses degree; `scheme="auto"` chooses one together with the scheme."""
         if self.cp.size == 1 or self.cp.ulysses_degree is not None or self.options.scheme == "auto":
             return self.cp
         degree = cheapest_degree(
-            self.options, self.dims, layout, causal=causal, window=window, batch=q.shape[0], itemsize=q.element_size()
-        )
+            self.options, self.dims, layout, causal=causal, window=self.window, batch=q.shape[0],
+            itemsize=q.element_size(),
+        )  # fmt: skip
         return self.cp.with_ulysses(degree)
 
 

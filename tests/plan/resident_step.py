@@ -1,0 +1,38 @@
+"""Run by itself: the high-water mark of one attention step, by the kernel's books and by the tracer, in bytes.
+
+The allocator must give freed memory back at once, which it is told by variables that it reads when the process starts.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+import laga_attn as laga
+from laga_attn.bench.resident import resident_growth
+from laga_attn.plan.trace import Trace
+
+HEADS, TOKENS, NOPE, ROPE, V, RANK = 8, 6144, 128, 64, 128, 512
+
+
+def main(scheme: str, dtype: torch.dtype) -> None:
+    torch.set_num_threads(1)
+    layout = laga.SequenceLayout.zigzag(TOKENS, 1)
+    shapes = ((1, TOKENS, HEADS, NOPE + ROPE), (1, TOKENS, RANK), (1, TOKENS, ROPE), (HEADS * (NOPE + V), RANK))
+    leaves = [torch.randn(*shape, dtype=dtype, requires_grad=True) for shape in shapes]
+    gradient = torch.randn(1, TOKENS, HEADS, V, dtype=dtype)
+
+    def step() -> None:
+        out = laga.latent_attention(*leaves, layout=layout, scheme=scheme, qk_nope_head_dim=NOPE, v_head_dim=V)
+        torch.autograd.grad(out, leaves, gradient)
+
+    step()
+    resident = resident_growth(step)
+    with Trace(look_inside=True) as trace:
+        step()
+    print(resident, trace.memory.peak().nbytes)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], getattr(torch, sys.argv[2]))
