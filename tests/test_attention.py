@@ -7,6 +7,7 @@ import torch
 
 import laga_attn as laga
 from laga_attn import attention
+from laga_attn.kernels import avx512
 from laga_attn.layout import SequenceLayout
 from tests.compare import assert_bitwise, relative_error
 from tests.oracle import Case, make_inputs
@@ -249,3 +250,16 @@ def test_ranks_that_see_different_numbers_of_keys_exchange_by_the_same_head_grou
     orders = ranks(4).run(_budget_of_a_few_keys, case, Run(scheme=scheme, ulysses_degree=2))
     assert all(order == orders[0] for order in orders)
     assert sum(kind == "query" for kind, _, _ in orders[0]) > 4
+
+
+def _one_machine_lacks_a_kernel(ctx):
+    found, avx512._library = avx512._library, (lambda: None) if ctx.rank == 1 else avx512._library
+    try:
+        return _call(ctx, {"dtype": torch.float32})
+    finally:
+        avx512._library = found
+
+
+@pytest.mark.skipif(avx512.missing(torch.float32) is not None, reason=str(avx512.missing(torch.float32)))
+def test_ranks_whose_machines_have_other_kernels_do_not_mix_them(ranks):
+    ranks(2).run_raises(_one_machine_lacks_a_kernel, match="kernels: rank 0 has .'avx512', .*; rank 1 has .'blockwise'")

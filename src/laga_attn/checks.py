@@ -12,7 +12,7 @@ from torch import Tensor
 from laga_attn.attention_plan import SAVE_POLICIES, SCHEMES, LatentDims, Scheme, routing_of
 from laga_attn.auto import CPU_FLOPS_PER_PORT_BYTE, FLOPS_PER_PORT_BYTE, choose, legal_degrees
 from laga_attn.grid import ContextParallel
-from laga_attn.kernels import Kernel, KernelName, select
+from laga_attn.kernels import Kernel, KernelName, kernels_here, select
 from laga_attn.layout import SequenceLayout
 from laga_attn.prefetch import LatentGather, autocast
 from laga_attn.routing import Routing
@@ -104,6 +104,8 @@ class Call:
             "causal": self.causal,
             "window": self.window,
             "save": self.save,
+            # "auto" could find another kernel on another machine, whose results differ by rounding.
+            "kernels": kernels_here(self.q.device, self.q.dtype) if self.kernel == "auto" else self.kernel,
             "return_lse": self.return_lse,
             "head_group": self.head_group,
             "prefetched": self.prefetched is not None,

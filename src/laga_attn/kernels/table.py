@@ -16,7 +16,7 @@ from laga_attn.kernels import avx512
 from laga_attn.kernels.problem import check_backward, check_forward
 from laga_attn.spans import Span, pack_spans
 
-__all__ = ["TABLE", "Kernel", "KernelName", "Support", "select", "support_table"]
+__all__ = ["TABLE", "Kernel", "KernelName", "Support", "kernels_here", "select", "support_table"]
 
 KernelName = Literal["auto", "avx512", "blockwise", "reference", "sdpa"]
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -251,6 +251,15 @@ def select(
             return Kernel(row.name)
         reasons.append(f"{row.name} ({row.how}): {reason}")
     raise ValueError(f"kernel {name!r} cannot compute this case: " + "; ".join(reasons))
+
+
+def kernels_here(device: torch.device, dtype: torch.dtype) -> tuple[str, ...]:
+    """The kernels for a device and dtype for which this machine has all that they need, best first."""
+    return tuple(
+        row.name
+        for row in TABLE
+        if device.type in (row.devices or (device.type,)) and dtype in row.dtypes and row.missing(dtype) is None
+    )
 
 
 def support_table(
