@@ -21,6 +21,7 @@ __all__ = [
     "Cost",
     "choose",
     "estimate",
+    "flops_per_port_byte",
     "legal_degrees",
     "port_elements",
 ]
@@ -50,6 +51,11 @@ class Cost:
     def total(self, flops_per_port_byte: float) -> float:
         """In bytes."""
         return self.port_bytes + self.flops / flops_per_port_byte
+
+
+def flops_per_port_byte(given: float | None, device: str) -> float:
+    """F as given, else the default for a device type."""
+    return given or (CPU_FLOPS_PER_PORT_BYTE if device == "cpu" else FLOPS_PER_PORT_BYTE)
 
 
 def legal_degrees(cp_size: int, num_heads: int) -> list[int]:
