@@ -129,7 +129,7 @@ inline void multiply_rows(const char* a, i64 a_bytes, const word* b, i64 words, 
 #pragma GCC unroll 8
     for (int m = 0; m < M; ++m)
 #pragma GCC unroll 4
-        for (int j = 0; j < 4; ++j) sum[m][j] = ADD ? _mm512_loadu_ps(c + m * c_stride + 16 * j) : _mm512_setzero_ps();
+        for (int j = 0; j < 4; ++j) sum[m][j] = _mm512_setzero_ps();
     for (i64 w = 0; w < words; ++w, b += PANEL, a += 4) {
         __m512i column[4];
 #pragma GCC unroll 4
@@ -146,7 +146,11 @@ inline void multiply_rows(const char* a, i64 a_bytes, const word* b, i64 words, 
 #pragma GCC unroll 8
     for (int m = 0; m < M; ++m)
 #pragma GCC unroll 4
-        for (int j = 0; j < 4; ++j) _mm512_storeu_ps(c + m * c_stride + 16 * j, sum[m][j]);
+        for (int j = 0; j < 4; ++j) {
+            float* to = c + m * c_stride + 16 * j;
+            // Added last: what is small meets what is large once, not word by word.
+            _mm512_storeu_ps(to, ADD ? _mm512_add_ps(_mm512_loadu_ps(to), sum[m][j]) : sum[m][j]);
+        }
 }
 
 // C[rows, 64] = A B, or C += A B. A has rows of words, `a_stride` elements apart; B is a panel.
