@@ -21,7 +21,6 @@ import copy
 import dataclasses
 import functools
 import importlib.util
-import inspect
 import os
 import subprocess
 import sys
@@ -83,27 +82,21 @@ def use_gloo() -> None:
     torch.cuda.is_available = lambda: False
 
 
-def keep_groups() -> None:
-    """Make the groups of every layout once: gloo keeps the threads of groups that were destroyed."""
+def skip_without_enough_ranks() -> None:
     from megatron.core import parallel_state
 
-    make, made = parallel_state.initialize_model_parallel, {}
-    layouts = inspect.signature(make)
+    make = parallel_state.initialize_model_parallel
 
     @functools.wraps(make)
-    def make_once(*arguments: Any, **options: Any) -> None:
-        key = repr(layouts.bind(*arguments, **options))
-        if key not in made:
-            try:
-                make(*arguments, **options)
-            except RuntimeError as error:
-                if "not divisible" in str(error):
-                    pytest.skip(f"needs more ranks: {error}")
-                raise
-            made[key] = {name: value for name, value in vars(parallel_state).items() if name.isupper()}
-        vars(parallel_state).update(made[key])
+    def make_or_skip(*arguments: Any, **options: Any) -> None:
+        try:
+            make(*arguments, **options)
+        except RuntimeError as error:
+            if "not divisible" in str(error):
+                pytest.skip(f"needs more ranks: {error}")
+            raise
 
-    parallel_state.initialize_model_parallel = make_once
+    parallel_state.initialize_model_parallel = make_or_skip
 
 
 def stand_in_for_transformer_engine() -> None:
@@ -190,7 +183,7 @@ def use_laga() -> None:
 if "MLA_OWN_TESTS" in os.environ and __name__ != "__main__":
     cpu = load("megatron_cpu", HERE.parents[1] / "megatron_cpu.py")
     use_gloo()
-    keep_groups()
+    skip_without_enough_ranks()
     stand_in_for_transformer_engine()
     use_laga()
     without_downloads()
