@@ -164,6 +164,15 @@ def test_lora_on_every_projection_is_part_of_the_absorbed_weights():
             return torch.cat([model(part, cache=cache).logits for part in (tokens[:, :9], tokens[:, 9:])], 1)
 
     assert_close(logits(), expected.detach(), rel=EXACT)
+    cache = generation_cache(model)
+    with torch.no_grad():
+        model(tokens[:, :9], cache=cache)
+        for name, parameter in model.named_parameters():
+            if "layers.1" in name and "kv_b_proj.lora" in name:  # seen in the middle of a text
+                parameter.mul_(2)
+        changed = model(tokens[:, 9:10], cache=cache).logits
+        assert_close(changed, model(tokens[:, :10], cache=generation_cache(model)).logits[:, 9:], rel=EXACT)
+        assert (changed - expected[:, 9:10]).abs().max() > 1e-3
     with torch.no_grad(), model.disable_adapter():
         assert_close(logits(), tiny_model()(tokens).logits, rel=EXACT)
 
@@ -222,6 +231,8 @@ def wrong_call(ctx, which):
         tokens = prompts(2, 500)
     elif which == "hidden states":
         arguments["output_hidden_states"] = True
+    elif which == "labels" and ctx.rank:
+        arguments["labels"] = tokens
     try:
         with torch.no_grad():
             model(tokens, **arguments)
@@ -239,10 +250,60 @@ def wrong_call(ctx, which):
         ("hidden later", "cannot be hidden afterwards"),
         ("full", "the cache is full"),
         ("hidden states", "output_hidden_states"),
+        ("labels", "rank 1: labels cannot be used"),
     ],
 )
 def test_wrong_calls_are_refused_on_all_ranks_and_change_nothing(ranks, which, message):
     ranks(2).run_raises(wrong_call, which, match=message)
+
+
+def first_call_differs(ctx):
+    model = tiny_model()
+    cp = parallel(ctx)
+    parallelize(model, cp=cp)
+    cache = generation_cache(model, cp=cp)
+    tokens = prompts(2, 9)
+    with torch.no_grad():
+        with pytest.raises(ValueError, match="ranks disagree"):
+            model(tokens[: 2 - ctx.rank], cache=cache)
+        assert cache.latents.sequences == ()
+        return model(tokens, cache=cache).logits
+
+
+def test_a_cache_is_as_good_as_new_after_a_first_call_that_ranks_made_differently(ranks):
+    for logits in ranks(2).run(first_call_differs):
+        assert_close(logits, stock_logits(Call(), prompts(2, 9)), rel=EXACT)
+
+
+def test_logits_can_be_asked_for_by_index_or_from_the_end_and_the_next_call_gives_all():
+    model = tiny_model()
+    tokens = prompts(2, 12)
+    expected = stock_logits(Call(), tokens)
+    parallelize(model, cp=laga.ContextParallel.none())
+    cache = generation_cache(model)
+    with torch.no_grad():
+        last = model(tokens[:, :5], cache=cache, logits_to_keep=2).logits
+        some = model(tokens[:, 5:9], cache=cache, logits_to_keep=torch.tensor([0, 2])).logits
+        model(tokens[:, 9:10], cache=cache, logits_to_keep=1)
+        hidden = model.model(tokens[:, 10:], cache=cache).last_hidden_state  # the decoder alone
+    assert_close(last, expected[:, 3:5], rel=EXACT)
+    assert_close(some, expected[:, [5, 7]], rel=EXACT)
+    assert_close(model.lm_head(hidden).detach(), expected[:, 10:], rel=EXACT)
+
+
+def test_rows_that_share_a_sequence_and_too_long_a_rollback_are_refused():
+    model = tiny_model()
+    parallelize(model, cp=laga.ContextParallel.none())
+    cache = generation_cache(model)
+    with torch.no_grad():
+        model(prompts(2, 6), cache=cache)
+    first, second = cache.sequences
+    with pytest.raises(ValueError, match="make forks"):
+        cache.adopt([first, first])
+    with pytest.raises(ValueError, match="shortest"):
+        cache.crop(-7)
+    assert cache.sequences == [first, second]
+    assert [cache.latents.length(s) for s in cache.sequences] == [6, 6]
 
 
 def test_a_model_that_was_not_parallelized_says_so():
