@@ -7,7 +7,10 @@ import torch
 
 pytest.importorskip("transformers")
 
+from transformers.cache_utils import DynamicCache
+
 import laga_attn as laga
+from laga_attn.inference.storage import FP8
 from laga_attn.integrations.transformers import generation_cache, parallelize
 from tests.compare import assert_close
 from tests.integrations.generation import Call, call_in_chunks, generate, parallel, tiny_model
@@ -175,6 +178,38 @@ def test_lora_on_every_projection_is_part_of_the_absorbed_weights():
         assert (changed - expected[:, 9:10]).abs().max() > 1e-3
     with torch.no_grad(), model.disable_adapter():
         assert_close(logits(), tiny_model()(tokens).logits, rel=EXACT)
+
+
+def caches_after(model, tokens, **options):
+    """Bytes per token that a stock cache, the K and V of all heads and a latent cache take."""
+    stock = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(tokens, cache=stock)
+        layers = [layer for layer in stock.layers if layer.is_initialized]
+        expand = next(module.expand_kv for module in model.modules() if hasattr(module, "expand_kv"))
+        expanded = [tensor for layer in layers for tensor in expand(layer.keys, layer.values)]
+        parallelize(model, cp=laga.ContextParallel.none())
+        own = generation_cache(model, **options)
+        model(tokens, cache=own)
+    stored = [tensor for layer in layers for tensor in (layer.keys, layer.values)]
+    sizes = (sum(t.nbytes for t in tensors) for tensors in (stored, expanded))
+    return (*(size / tokens.shape[1] for size in sizes), own.latents.memory().total / tokens.shape[1])
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_transformers_stores_latents_as_well(name):
+    """Since 5.24, for every supported model: a latent cache in the model's dtype takes the same bytes."""
+    stock, _, own = caches_after(tiny_model(name, torch.float32), prompts(1, 64))
+    assert own == stock == 2 * (16 + 4) * 4
+
+
+@pytest.mark.parametrize(("dtype", "row"), [(torch.bfloat16, 1152), (FP8, 584)] if FP8 else [(torch.bfloat16, 1152)])
+def test_latents_are_a_71st_of_k_and_v_of_all_heads_of_deepseek_v3(dtype, row):
+    sizes = {"num_attention_heads": 128, "num_key_value_heads": 128, "kv_lora_rank": 512, "qk_nope_head_dim": 128}
+    sizes |= {"qk_rope_head_dim": 64, "v_head_dim": 128, "num_hidden_layers": 1}
+    stock, expanded, own = caches_after(tiny_model(dtype=torch.bfloat16, **sizes), prompts(1, 64), dtype=dtype)
+    assert (stock, expanded, own) == (1152, 128 * (192 + 128) * 2, row)
+    assert round(expanded / stock, 1) == 71.1
 
 
 def test_undo_gives_the_stock_cache_back():
