@@ -10,6 +10,8 @@ pytest.importorskip("transformers")
 from transformers.cache_utils import DynamicCache
 
 import laga_attn as laga
+from laga_attn.attention_plan import LatentDims
+from laga_attn.inference import crossover
 from laga_attn.inference.storage import FP8
 from laga_attn.integrations.transformers import generation_cache, parallelize
 from tests.compare import assert_close
@@ -290,6 +292,28 @@ def wrong_call(ctx, which):
 )
 def test_wrong_calls_are_refused_on_all_ranks_and_change_nothing(ranks, which, message):
     ranks(2).run_raises(wrong_call, which, match=message)
+
+
+def split_tokens(ctx, lengths):
+    """How many tokens of a prompt are split, by the length of the prompt."""
+    model = tiny_model()
+    cp = parallel(ctx)
+    parallelize(model, cp=cp)
+    found = []
+    for length in lengths:
+        cache = generation_cache(model, cp=cp)
+        with torch.no_grad(), laga.traffic() as ledger:
+            model(prompts(1, length), cache=cache)
+        found.append(ledger.sent("latent") > 0)
+    return found
+
+
+def test_prompts_are_split_from_the_crossover_on(ranks):
+    dims = LatentDims(4, 8, 4, 6, 16)
+    assert crossover(dims) == 12  # 16 * 14 / (20 + 16 - 18)
+    assert generation_cache(tiny_model()).rebuild_from == 12
+    for found in ranks(2).run(split_tokens, (5, 11, 12, 30)):
+        assert found == [False, False, True, True]
 
 
 def first_call_differs(ctx):

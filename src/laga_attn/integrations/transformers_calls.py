@@ -140,7 +140,7 @@ def _faults(call: Arguments, layout: SequenceLayout, cp: ContextParallel, tokens
     if call.get("use_cache") or call.get("cache") is not None or call.get("past_key_values") is not None:
         yield (
             "of KV caches (use_cache=True, generate) only those of generation_cache(model, cp=cp) are supported; pass "
-            "one as past_key_values"
+            "one as cache"
         )
     packed = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
     if given := [name for name in packed if call.get(name) is not None]:

@@ -2,7 +2,7 @@
 
     laga.transformers.parallelize(model, cp=cp)
     cache = generation_cache(model, cp=cp)
-    model.generate(input_ids, past_key_values=cache, ...)
+    model.generate(input_ids, cache=cache, ...)
 
 All ranks call `generate` alike. Between the model's inputs and its decoder stands a step of `laga_attn.inference`: the
 rows of the batch lose their padding and become the new tokens of as many sequences, of which the decoder computes what
@@ -51,7 +51,7 @@ def generation_cache(
     merge: str = "auto",
     workspace: int = WORKSPACE,
 ) -> GenerationCache:
-    """An empty cache for `generate(..., past_key_values=cache)` of a model given to `parallelize`.
+    """An empty cache for `generate(..., cache=cache)` of a model given to `parallelize`.
 
     Args:
         model: the model.
