@@ -350,6 +350,20 @@ def test_logits_can_be_asked_for_by_index_or_from_the_end_and_the_next_call_give
     assert_close(model.lm_head(hidden).detach(), expected[:, 10:], rel=EXACT)
 
 
+def test_a_rollback_is_as_if_the_tokens_had_never_been():
+    model = tiny_model()
+    tokens = prompts(2, 12)
+    expected = stock_logits(Call(), tokens)
+    parallelize(model, cp=laga.ContextParallel.none())
+    cache = generation_cache(model)
+    with torch.no_grad():
+        model(torch.cat([tokens[:, :5], prompts(2, 4, seed=9)], 1), cache=cache)
+        cache.crop(-4)
+        assert cache.get_seq_length() == 5
+        assert cache.get_mask_sizes(3, 0) == (8, 0)
+        assert_close(model(tokens[:, 5:], cache=cache).logits, expected[:, 5:], rel=EXACT)
+
+
 def test_rows_that_share_a_sequence_and_too_long_a_rollback_are_refused():
     model = tiny_model()
     parallelize(model, cp=laga.ContextParallel.none())
