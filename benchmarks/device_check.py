@@ -3,8 +3,9 @@
     python -m benchmarks.device_check
 
 Ranks on one GPU exchange tensors by gloo, through the host, for NCCL wants a GPU for each. So the times of the bench
-are those of a slow link, with computation that the ranks take turns at; only their ratios mean something. Takes less
-than four minutes on one GPU; `--device cpu --small` runs the same on any machine. Exit status 1 if a result is wrong.
+are those of a slow link, with computation that the ranks take turns at; only their ratios mean something. Takes a few
+minutes on one GPU, and more where FlashAttention 4 has to compile first; `--device cpu --small` runs the same on any
+machine. Exit status 1 if a result is wrong.
 """
 
 from __future__ import annotations

@@ -98,6 +98,12 @@ def test_a_package_that_fails_to_load_takes_no_other_kernel_along(
     assert select("auto", **MLA).name == "sdpa"
 
 
+def test_a_package_without_the_functions_counts_as_not_installed(machine: Machine) -> None:
+    machine.gpu(9)
+    machine.flash4(ModuleType("flash_attn.cute.interface"))
+    assert "no attribute '_flash_attn_fwd'" in reasons()["flash4"]
+
+
 @pytest.mark.parametrize(
     ("major", "minor", "usable"),
     [(8, 0, []), (9, 0, ["flash3", "flash4", "cudnn"]), (10, 3, ["flash4", "cudnn"]), (11, 0, ["flash4"]), (12, 0, [])],

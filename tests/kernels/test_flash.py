@@ -13,7 +13,9 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from laga_attn.kernels import TABLE, Kernel, cudnn
+from laga_attn.attention import latent_attention
+from laga_attn.kernels import TABLE, Kernel, cudnn, table
+from laga_attn.layout import SequenceLayout
 from laga_attn.spans import Span
 from tests.compare import assert_bitwise, assert_close
 from tests.kernels.oracle import MASKS, Problem, problem
@@ -76,11 +78,15 @@ def test_any_strides_do_and_change_no_bit(name: str) -> None:
         kv = torch.cat((k, v), dim=-1)
         return kv[..., : k.shape[-1]], kv[..., k.shape[-1] :]
 
+    def sequence_first(x: Tensor) -> Tensor:
+        return x.transpose(0, 1).contiguous().transpose(0, 1)
+
     k, v = one_buffer(p.k, p.v)
     expected = p.actual(Kernel(name))
     for other in (
         replace(p, k=k, v=v, dout=odd(p.dout)),
         replace(p, q=odd(p.q), k=odd(p.k), v=odd(p.v)),
+        replace(p, **{n: sequence_first(getattr(p, n)) for n in ("q", "k", "v", "dout")}),
         replace(p, q=shifted(p.q), k=shifted(p.k), v=shifted(p.v), dout=shifted(p.dout)),
     ):
         for label, a, b in zip(RESULTS, other.actual(Kernel(name)), expected, strict=True):
@@ -163,6 +169,29 @@ def test_a_call_that_the_real_ones_would_refuse_fails_on_the_stand_ins() -> None
         sys.modules["flash_attn.cute.interface"]._flash_attn_fwd(x, x, x, is_causal=True)
     with pytest.raises(RuntimeError, match="causal"):
         CUDNN._scaled_dot_product_cudnn_attention(x, x, x, None, True, 0.0, False, False, causal=True)
+
+
+@pytest.mark.parametrize("scheme", ["laga", "explicit"])
+@pytest.mark.parametrize("name", NAMES)
+def test_schemes_run_on_it(name: str, scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [replace(r, devices=("cpu",), missing=lambda dtype: None) if r.name == name else r for r in TABLE]
+    monkeypatch.setattr(table, "TABLE", tuple(rows))
+    g = torch.Generator().manual_seed(0)
+    shapes = ((1, 70, 4, 192), (1, 70, 32), (1, 70, 64), (4 * 256, 32))
+    inputs = [torch.randn(shape, generator=g).bfloat16() for shape in shapes]
+    inputs[3] = inputs[3] / 32**0.5
+    dout = torch.randn(1, 70, 4, 128, generator=g).bfloat16()
+
+    def results(kernel: str, dtype: torch.dtype) -> list[Tensor]:
+        leaves = [x.detach().to(dtype).requires_grad_() for x in inputs]
+        layout = SequenceLayout.packed([0, 30, 70], 1)
+        out = latent_attention(
+            *leaves, layout=layout, scheme=scheme, kernel=kernel, qk_nope_head_dim=128, v_head_dim=128, head_group=2
+        )  # fmt: skip
+        return [out.detach(), *torch.autograd.grad(out, leaves, dout.to(dtype))]
+
+    for actual, expected in zip(results(name, torch.bfloat16), results("reference", torch.float64), strict=True):
+        assert_close(actual.double(), expected, rel=2e-2)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -47,16 +47,15 @@ def missing_flash4(dtype: torch.dtype) -> str | None:
 def _package3_lacks() -> str | None:
     try:
         import_module("flash_attn_3._C")
+        forward, backward = (_arguments(op) for op in (torch.ops.flash_attn_3.fwd, torch.ops.flash_attn_3.bwd))
     except Exception as error:  # whatever a broken installation raises must not take other kernels along
         return (
             f"FlashAttention 3 is not installed ({error}): install the directory hopper of "
             "https://github.com/Dao-AILab/flash-attention"
         )
     wanted = (*_MASK, "is_causal")
-    return signature_lacks(
-        "flash_attn_3.fwd", _arguments(torch.ops.flash_attn_3.fwd), (*wanted, "num_splits")
-    ) or signature_lacks(
-        "flash_attn_3.bwd", _arguments(torch.ops.flash_attn_3.bwd), (*wanted, "dq", "dk", "dv", "deterministic")
+    return signature_lacks("flash_attn_3.fwd", forward, (*wanted, "num_splits")) or signature_lacks(
+        "flash_attn_3.bwd", backward, (*wanted, "dq", "dk", "dv", "deterministic")
     )
 
 
@@ -64,17 +63,14 @@ def _package3_lacks() -> str | None:
 def _package4_lacks() -> str | None:
     try:
         package = _package4()
+        forward, backward = (
+            inspect.signature(f).parameters for f in (package._flash_attn_fwd, package._flash_attn_bwd)
+        )
     except Exception as error:
         return f"FlashAttention 4 is not installed ({error}): pip install flash-attn-4"
     wanted = (*_MASK, "causal")
-    return signature_lacks(
-        "_flash_attn_fwd of flash-attn-4",
-        inspect.signature(package._flash_attn_fwd).parameters,
-        (*wanted, "return_lse"),
-    ) or signature_lacks(
-        "_flash_attn_bwd of flash-attn-4",
-        inspect.signature(package._flash_attn_bwd).parameters,
-        (*wanted, "dlse", "deterministic"),
+    return signature_lacks("_flash_attn_fwd of flash-attn-4", forward, (*wanted, "return_lse")) or signature_lacks(
+        "_flash_attn_bwd of flash-attn-4", backward, (*wanted, "dlse", "deterministic")
     )
 
 
