@@ -1,10 +1,11 @@
-"""All schemes on one GPU that several ranks share: right results, memory, and time ratios.
+"""All kernels of one GPU, and all schemes on it with several ranks: right results, memory, and time ratios.
 
-    python benchmarks/device_check.py
+    python -m benchmarks.device_check
 
 Ranks on one GPU exchange tensors by gloo, through the host, for NCCL wants a GPU for each. So the times of the bench
-are those of a slow link, with computation that the ranks take turns at; only their ratios mean something. Takes less
-than four minutes on one GPU; `--device cpu --small` runs the same on any machine. Exit status 1 if a result is wrong.
+are those of a slow link, with computation that the ranks take turns at; only their ratios mean something. Takes a few
+minutes on one GPU, and more where FlashAttention 4 has to compile first; `--device cpu --small` runs the same on any
+machine. Exit status 1 if a result is wrong.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Annotated, Any, cast
 import torch
 import torch.distributed as dist
 import typer
+from benchmarks.kernel_check import KernelCheck, check_kernels
 from rich.console import Console
 from torch import Tensor
 from typer import Option
@@ -112,14 +114,31 @@ def _worst(actual: list[Tensor], expected: list[Tensor]) -> float:
     return max(error if error == error else float("inf") for error in errors)
 
 
+def kernel_lines(checks: list[KernelCheck]) -> list[str]:
+    """The worst check of each kernel and dtype, and every wrong one."""
+    worst: dict[tuple[str, str], KernelCheck] = {}
+    for check in checks:
+        key = check.kernel, check.dtype
+        worst[key] = max(worst.get(key, check), check, key=lambda c: c.error)
+    shown = [*worst.values(), *(check for check in checks if not check.right and check not in worst.values())]
+    return [
+        f"{check.kernel} {check.dtype}: error {check.error:.1e} ({check.mask}, {check.dims[0]}/{check.dims[1]}): "
+        + ("ok" if check.right else f"WRONG {check.failure}".strip())
+        for check in shown
+    ]
+
+
 def main(
     device: Annotated[str, Option(metavar="cuda|cpu", help="Where the ranks compute.")] = "cuda",
     small: Annotated[bool, Option("--small", help="Sizes for a machine without a GPU.")] = False,
     output: Annotated[Path | None, Option("--json", help="File for all numbers.")] = None,
 ) -> None:
-    """Check all schemes with several ranks on one device."""
+    """Check all kernels of one device, and all schemes with several ranks on it."""
     console, started = Console(), time.perf_counter()
     where = cast(Device, device)
+    kernels = list(check_kernels(torch.device(where), small))
+    for line in kernel_lines(kernels):
+        console.print(line, soft_wrap=True)
     checks = check_schemes(where, small)
     for check in checks:
         verdict = "ok" if check.right else "WRONG"
@@ -135,9 +154,13 @@ def main(
     print_report(report, console)
     console.print(f"{time.perf_counter() - started:.0f} s")
     if output is not None:
-        numbers = {"schemes": [asdict(check) for check in checks], "bench": asdict(report)}
+        numbers = {
+            "kernels": [asdict(check) for check in kernels],
+            "schemes": [asdict(check) for check in checks],
+            "bench": asdict(report),
+        }
         output.write_text(json.dumps(numbers, indent=1) + "\n")
-    sys.exit(not all(check.right for check in checks))
+    sys.exit(not all(check.right for check in (*kernels, *checks)))
 
 
 if __name__ == "__main__":

@@ -84,6 +84,7 @@ class Call:
             v_head_dim=dims.kv_lora_rank if absorbed else dims.v_head_dim,
             window=self.window is not None,
             shared_kv=absorbed,
+            lse_gradient=self.return_lse and bool(self.wanted_gradients()),
         )
 
     def signature(self) -> dict[str, object]:

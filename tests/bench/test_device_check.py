@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from benchmarks.device_check import CASES, SchemeCheck, scheme_errors
+from benchmarks.device_check import CASES, SchemeCheck, kernel_lines, scheme_errors
+from benchmarks.kernel_check import KernelCheck
 
 from laga_attn.bench.grid import Cell
 
@@ -29,3 +30,22 @@ def test_every_case_is_compared_with_fp64_and_right(ranks):
 def test_an_error_is_judged_by_that_of_one_process(error, right):
     assert SchemeCheck("laga", 1, "bf16", error, 1e-3).right is right
     assert SchemeCheck("laga", 1, "fp32", 1.9e-6, 1e-9).right
+
+
+def test_the_worst_of_a_kernel_and_all_that_is_wrong_are_shown():
+    def check(kernel, error, mask="causal", failure=""):
+        return KernelCheck(kernel, "bfloat16", (192, 128), mask, True, error, failure)
+
+    lines = kernel_lines(
+        [
+            check("flash3", 1e-3),
+            check("flash3", 2e-3, "window"),
+            check("cudnn", 0.5),
+            check("cudnn", float("inf"), "full", "no engine"),
+        ]
+    )
+    assert lines == [
+        "flash3 bfloat16: error 2.0e-03 (window, 192/128): ok",
+        "cudnn bfloat16: error inf (full, 192/128): WRONG no engine",
+        "cudnn bfloat16: error 5.0e-01 (causal, 192/128): WRONG",
+    ]
