@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from laga_attn.kernels import KernelName
 from laga_attn.module import MultiheadLatentAttention
 from laga_attn.plan.figures import Message, RankFigures, figures_of
 from laga_attn.plan.trace import Trace
@@ -18,6 +19,10 @@ from laga_attn.traffic import Phase
 
 __all__ = ["trace_layer", "trace_model"]
 
+# By name: what "auto" takes depends on the machine that plans, not on the one that is planned for. As one operator that
+# attends to K and V in memory, it stands for any other of that kind.
+_KERNEL: Final[KernelName] = "blockwise"
+
 
 def trace_layer(workload: Workload, candidate: Candidate, rank: int) -> RankFigures:
     """Forward and backward of one `MultiheadLatentAttention` on one context-parallel rank."""
@@ -25,7 +30,7 @@ def trace_layer(workload: Workload, candidate: Candidate, rank: int) -> RankFigu
     degree, two_level = candidate.ulysses_degree, candidate.two_level
     with fake_ranks(workload.cp, rank, degree, two_level=two_level) as cp, FakeTensorMode(), Trace() as trace:
         layer = MultiheadLatentAttention(
-            workload.layer, cp=cp, scheme=candidate.scheme, save=candidate.save, dtype=dtype
+            workload.layer, cp=cp, scheme=candidate.scheme, save=candidate.save, kernel=_KERNEL, dtype=dtype
         )
         layout = workload.layout
         hidden = torch.empty(
@@ -58,7 +63,7 @@ def trace_model(
     with fake_ranks(workload.cp, rank, degree, two_level=two_level) as cp, FakeTensorMode(), Trace() as trace:
         build: Any = AutoModelForCausalLM.from_config
         model = build(config, dtype=DTYPES[workload.dtype], experts_implementation="grouped_mm")
-        parallelize(model, cp=cp, scheme=candidate.scheme, save=candidate.save)
+        parallelize(model, cp=cp, scheme=candidate.scheme, save=candidate.save, kernel=_KERNEL)
         trace.watch(model.parameters(), "parameter")
         layout = workload.layout
         tokens = torch.zeros(workload.batch, layout.local_len, dtype=torch.long)
