@@ -24,7 +24,14 @@ def main(scheme: str, dtype: torch.dtype) -> None:
     gradient = torch.randn(1, TOKENS, HEADS, V, dtype=dtype)
 
     def step() -> None:
-        out = laga.latent_attention(*leaves, layout=layout, scheme=scheme, qk_nope_head_dim=NOPE, v_head_dim=V)
+        out = laga.latent_attention(
+            *leaves,
+            layout=layout,
+            scheme=scheme,
+            qk_nope_head_dim=NOPE,
+            v_head_dim=V,
+            kernel="blockwise",
+        )
         torch.autograd.grad(out, leaves, gradient)
 
     step()

@@ -9,13 +9,14 @@ from typing import Any, Final
 from rich import box
 from rich.table import Table
 
+from laga_attn.auto import FLOPS_PER_PORT_BYTE, choose
 from laga_attn.plan.figures import RankFigures
 from laga_attn.plan.hardware import Hardware
 from laga_attn.plan.step import ADAM_BYTES, StepFigures
 from laga_attn.plan.sweep import USABLE_MEMORY, Row
-from laga_attn.plan.workload import Workload
+from laga_attn.plan.workload import Candidate, Workload
 
-__all__ = ["as_json", "assumptions", "headline", "layer_table", "step_table"]
+__all__ = ["as_json", "assumptions", "automatic", "headline", "layer_table", "step_table"]
 
 _GIB: Final = 2**30
 _NOTES: Final = (
@@ -36,6 +37,17 @@ def headline(workload: Workload, hardware: Hardware) -> str:
     )
 
 
+def automatic(workload: Workload) -> str:
+    """What `scheme="auto"` takes, which knows neither this hardware nor its memory, only a typical link."""
+    scheme, degree = choose(
+        workload.dims, workload.layout, causal=True, itemsize=workload.itemsize, batch=workload.batch
+    )
+    return (
+        f'scheme="auto" takes {scheme} U={degree} on devices: the least bytes and FLOPs, at '
+        f"{FLOPS_PER_PORT_BYTE:g} FLOPs to a byte"
+    )
+
+
 def layer_table(rows: Sequence[Row], best: Row | None) -> Table:
     """One row per candidate, figures of one rank for one layer."""
     numbers = (
@@ -47,16 +59,16 @@ def layer_table(rows: Sequence[Row], best: Row | None) -> Table:
         figures = row.figures
         table.add_row(
             "*" if row is best else "",
-            row.candidate.scheme + (" 2-level" if row.candidate.two_level else ""),
+            _scheme(row.candidate),
             str(row.candidate.ulysses_degree),
             row.candidate.save,
             *(_gib(max(figures.sent[p], figures.received[p])) for p in ("forward", "backward")),
             _gib(figures.nic_bytes),
             _gib(figures.saved_bytes),
             _gib(figures.peak_bytes),
-            *(f"{figures.part_flops(part) / 1e12:#.3g}" for part in ("projection", "expansion", "attention")),
-            f"{row.time.with_overlap * 1e3:#.3g}",
-            f"{row.time.without_overlap * 1e3:#.3g}",
+            *(_digits(figures.part_flops(part) / 1e12) for part in ("projection", "expansion", "attention")),
+            _digits(row.time.with_overlap * 1e3),
+            _digits(row.time.without_overlap * 1e3),
             "yes" if row.fits else "no",
             style="bold" if row is best else None,
         )
@@ -78,7 +90,7 @@ def step_table(steps: Sequence[StepFigures], workload: Workload, hardware: Hardw
     for step in steps:
         sharded = step.bytes_when_sharded(sharers, workload.itemsize)
         table.add_row(
-            step.candidate.scheme,
+            _scheme(step.candidate),
             str(step.candidate.ulysses_degree),
             step.candidate.save,
             _gib(step.port_bytes),
@@ -87,8 +99,8 @@ def step_table(steps: Sequence[StepFigures], workload: Workload, hardware: Hardw
             _gib(step.activation_bytes),
             _gib(step.peak_bytes),
             _gib(sharded),
-            f"{step.flops / 1e15:#.3g}",
-            f"{step.seconds:#.3g}",
+            _digits(step.flops / 1e15),
+            _digits(step.seconds),
             "yes" if sharded <= hardware.memory_bytes * USABLE_MEMORY else "no",
         )
     return table
@@ -137,6 +149,7 @@ def as_json(
         "rows": [_row(row) for row in rows],
         "recommended": None if best is None else rows.index(best),
         "reason": reason,
+        "auto": automatic(workload),
         "steps": [
             {
                 **dataclasses.asdict(step),
@@ -167,5 +180,14 @@ def _figures(figures: RankFigures) -> dict[str, Any]:
     return plain
 
 
+def _scheme(candidate: Candidate) -> str:
+    return candidate.scheme + (" 2-level" if candidate.two_level else "")
+
+
 def _gib(nbytes: int) -> str:
-    return f"{nbytes / _GIB:#.3g}"
+    return _digits(nbytes / _GIB)
+
+
+def _digits(value: float) -> str:
+    """Three digits, or all of those before the point."""
+    return f"{value:,.0f}" if value >= 100 or value == 0 else f"{value:#.3g}"

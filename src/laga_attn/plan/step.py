@@ -61,8 +61,11 @@ def layers_of(hf: Mapping[str, Any]) -> tuple[int, int]:
     layers = hf.get("num_hidden_layers")
     if not isinstance(layers, int) or layers < 1:
         raise UsageError(f"--model-step needs num_hidden_layers in the model's config, got {layers!r}")
-    dense = min(layers, hf.get("first_k_dense_replace", 0)) if hf.get("n_routed_experts") else layers
-    return dense, layers - dense
+    if not hf.get("n_routed_experts"):
+        return layers, 0
+    by_layer = hf.get("mlp_layer_types")
+    dense = hf.get("first_k_dense_replace", 0) if by_layer is None else by_layer.count("dense")
+    return min(layers, dense), max(0, layers - dense)
 
 
 def trace_step(

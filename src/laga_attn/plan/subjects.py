@@ -80,6 +80,8 @@ def _shard(hf: Mapping[str, Any], tp: int, dense: int, sparse: int) -> dict[str,
     widths = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "moe_intermediate_size", "vocab_size")
     config = {key: value for key, value in hf.items() if key not in ("architectures", "auto_map")}
     config |= {key: hf[key] // tp for key in widths if isinstance(hf.get(key), int)}
+    if "mlp_layer_types" in config:
+        config["mlp_layer_types"] = ["dense"] * dense + ["sparse"] * sparse
     return {**config, "num_hidden_layers": dense + sparse, "first_k_dense_replace": dense}
 
 
