@@ -17,7 +17,7 @@ from torch import Tensor
 
 from laga_attn.collectives import all_gather_rows, exchange_rows, split_rows
 from laga_attn.grid import ContextParallel
-from laga_attn.routing import Routing, Rows, TokenRoute, heads_of
+from laga_attn.routing import Routing, Rows, TokenRoute, heads_of, members_of
 from laga_attn.traffic import Phase
 
 __all__ = [
@@ -77,7 +77,7 @@ def send_heads(
     if ulysses_degree == 1:
         return lambda: rows[:, :, group].transpose(0, 1)
     pieces = [rows[:0, :, group]] * cp.size  # one empty view for all strangers: there may be hundreds
-    for peer in _members(cp.rank, ulysses_degree):
+    for peer in members_of(cp.rank, ulysses_degree):
         heads = _heads(peer, group, ulysses_degree, x.shape[2])
         pieces[peer] = take(rows[:, :, heads], routing.queries.send[peer])
     pending = exchange_rows(pieces, routing.queries.received, cp, kind=kind, phase=phase)
@@ -122,12 +122,6 @@ def empty_local(like: Tensor, routing: Routing, heads: int, width: int, dtype: t
     shape = (routing.local_len, like.shape[0], heads, width)
     new = like.new_zeros if routing.has_pads else like.new_empty
     return new(shape, dtype=dtype or like.dtype).transpose(0, 1)
-
-
-def _members(rank: int, ulysses_degree: int) -> range:
-    """The ranks of a rank's Ulysses group."""
-    first = rank // ulysses_degree * ulysses_degree
-    return range(first, first + ulysses_degree)
 
 
 def _heads(rank: int, group: slice, ulysses_degree: int, num_heads: int) -> slice:

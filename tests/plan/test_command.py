@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from laga_attn.cli import app
 from laga_attn.plan.hardware import load_hardware, preset_names
 
-TINY = ("--model", "tiny", "--seq-len", "2K", "--cp", "4", "--jobs", "1")
+TINY = ("--model", "tiny", "--seq-len", "2K", "--jobs", "1")
 
 
 def plan(*words):
@@ -26,13 +26,14 @@ def refusal(*words):
 
 
 def test_a_sweep_has_a_row_for_every_configuration_and_recommends_the_fastest_that_fits(tmp_path):
-    result = plan(*TINY, "--save", "all", "--json", str(tmp_path / "plan.json"), "--plot", str(tmp_path / "plan.png"))
+    words = ("--json", str(tmp_path / "plan.json"), "--plot", str(tmp_path / "plan.png"))
+    result = plan(*TINY, "--cp", "2", "--save", "all", *words)
     assert result.exit_code == 0, result.output
     report = json.loads((tmp_path / "plan.json").read_text())
     rows = report["rows"]
     wanted = {"explicit": ("kv", "latent"), "absorbed": ("latent", "gathered"), "laga": ("latent", "gathered", "kv")}
     assert [(row["scheme"], row["ulysses_degree"], row["save"]) for row in rows] == [
-        (scheme, degree, save) for scheme, saves in wanted.items() for save in saves for degree in (1, 2, 4)
+        (scheme, degree, save) for scheme, saves in wanted.items() for save in saves for degree in (1, 2)
     ]
     best = rows[report["recommended"]]
     assert best["fits"]
@@ -46,12 +47,14 @@ def test_a_sweep_has_a_row_for_every_configuration_and_recommends_the_fastest_th
 
 
 def test_schemes_degrees_ranks_and_nodes_can_be_chosen():
-    words = ("--scheme", "laga", "--scheme", "explicit", "--ulysses-degree", "2", "--ranks", "all")
-    result = plan(*TINY, *words, "--tp", "2", "--dp", "2", "--gpus-per-node", "4", "--nodes", "4", "--json", "-")
+    words = ("--scheme", "laga", "--scheme", "explicit", "--ulysses-degree", "4", "--ranks", "0,3")
+    result = plan(
+        *TINY, "--cp", "4", *words, "--tp", "2", "--dp", "2", "--gpus-per-node", "4", "--nodes", "4", "--json", "-"
+    )
     assert result.exit_code == 0, result.output
     report = json.loads(result.stdout[result.stdout.index("{\n") :])
-    assert [(row["scheme"], row["ulysses_degree"]) for row in report["rows"]] == [("explicit", 2), ("laga", 2)]
-    assert {row["rank"] for row in report["rows"]} <= {0, 1, 2, 3}
+    assert [(row["scheme"], row["ulysses_degree"]) for row in report["rows"]] == [("laga", 4), ("explicit", 4)]
+    assert {row["rank"] for row in report["rows"]} <= {0, 3}
     assert all(row["nic_sent"]["forward"] > 0 for row in report["rows"])
     assert any(message["kind"] == "tensor_parallel" for message in report["rows"][0]["messages"])
     assert "cp 4 x tp 2 x dp 2 = 16 devices on 4 nodes" in result.output
@@ -60,7 +63,7 @@ def test_schemes_degrees_ranks_and_nodes_can_be_chosen():
 def test_what_does_not_fit_is_said_and_nothing_is_recommended(tmp_path):
     small = tmp_path / "small.yaml"
     small.write_text("base: a100\nmemory_gb: {value: 0.001, source: invented, date: 2026-01}\n")
-    result = plan(*TINY, "--hardware", str(small), "--json", str(tmp_path / "plan.json"))
+    result = plan(*TINY, "--cp", "1", "--hardware", str(small), "--json", str(tmp_path / "plan.json"))
     assert result.exit_code == 0, result.output
     report = json.loads((tmp_path / "plan.json").read_text())
     assert report["recommended"] is None

@@ -24,6 +24,7 @@ import numpy as np
 
 from laga_attn.attention_plan import LatentDims, Save, Scheme
 from laga_attn.layout import Index, SequenceLayout
+from laga_attn.routing import members_of
 from laga_attn.spans import Span
 
 __all__ = [
@@ -89,7 +90,7 @@ class FlopCount:
 
 def view_of(layout: SequenceLayout, rank: int, ulysses_degree: int, *, causal: bool, window: int | None = None) -> View:
     """What a rank sees, from the ends of the chunks alone: no work per token."""
-    members = _members(rank, ulysses_degree)
+    members = members_of(rank, ulysses_degree)
     starts, stops, low, high = _reach(layout, members, causal, window)
     runs = zip((stops - starts).tolist(), (high - low).tolist(), strict=True)
     pairs = sum(Span(0, queries, 0, keys, causal, window).area() for queries, keys in runs)
@@ -136,7 +137,7 @@ def sent_rows(
     else:
         reaches = (_reach(layout, range(first, first + ulysses_degree), causal, window) for first in firsts)
         seen = [_overlap(_disjoint(low, high), own) for _, _, low, high in reaches]
-    mine = _members(rank, ulysses_degree).start
+    mine = members_of(rank, ulysses_degree).start
     return sum((ulysses_degree - (first == mine)) * tokens for first, tokens in zip(firsts, seen, strict=True))
 
 
@@ -250,11 +251,6 @@ def flop_count(
 def _row_width(scheme: Scheme, dims: LatentDims, ulysses_degree: int) -> int:
     """Elements that represent one token's K and V for one rank."""
     return dims.num_heads // ulysses_degree * dims.kv_head_dim if scheme == "explicit" else dims.latent_dim
-
-
-def _members(rank: int, ulysses_degree: int) -> range:
-    first = rank // ulysses_degree * ulysses_degree
-    return range(first, first + ulysses_degree)
 
 
 Intervals = tuple[Index, Index]

@@ -65,8 +65,9 @@ def _draw_trade_off(axes: Any, rows: Sequence[Row]) -> None:
             [row.figures.port_bytes / 2**30 for row in mine],
             [row.figures.total_flops / 1e12 for row in mine],
             s=[900 * row.figures.peak_bytes / largest + 12 for row in mine],
-            c=colour, alpha=0.55, label=scheme,
+            c=colour, alpha=0.55,
         )  # fmt: skip
+        axes.scatter([], [], s=60, c=colour, alpha=0.55, label=scheme)  # the legend's bubble, of one size for all
         for row in mine:
             where = (row.figures.port_bytes / 2**30, row.figures.total_flops / 1e12)
             axes.annotate(f"{row.candidate.ulysses_degree}", where, fontsize=7, ha="center", va="center")
