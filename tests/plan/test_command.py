@@ -120,7 +120,7 @@ def test_bad_input_is_one_line_that_says_what_would_be_valid(case, tmp_path, mon
 
 
 FILES = {
-    "title: [1, 2": " line 1, column 14: not valid YAML: expected ',' or ']', but got '<stream end>'; write lines such "
+    "title: [1, 2": " line 1, column 13: not valid YAML: expected ',' or ']', but got '<stream end>'; write lines such "
     "as 'memory_gb: {value: 80, source: datasheet, date: 2024-01}'",
     "title: x\nmemory_gb: {value: 80\nbase: h100\n": " line 3, column 5: not valid YAML: ",
     "title: x\n\tmemory_gb: 80\n": " line 2, column 1: not valid YAML: ",

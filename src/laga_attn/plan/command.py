@@ -187,7 +187,10 @@ def _steps(
     bar = progress.add_task("tracing the model", total=len(fastest))
     steps = []
     for row in fastest.values():
-        steps.append(trace_step(hf, work, row.candidate, device, row.figures.rank))
+        try:
+            steps.append(trace_step(hf, work, row.candidate, device, row.figures.rank))
+        except (ImportError, ValueError) as error:  # Transformers is missing, or does not know this model
+            raise UsageError(f"--model-step: {str(error).splitlines()[0]}; --layer plans without it") from None
         progress.advance(bar)
     return steps
 

@@ -61,6 +61,8 @@ def layers_of(hf: Mapping[str, Any]) -> tuple[int, int]:
     layers = hf.get("num_hidden_layers")
     if not isinstance(layers, int) or layers < 1:
         raise UsageError(f"--model-step needs num_hidden_layers in the model's config, got {layers!r}")
+    if not isinstance(hf.get("model_type"), str):
+        raise UsageError("--model-step needs model_type in the model's config, such as deepseek_v3")
     if not hf.get("n_routed_experts"):
         return layers, 0
     by_layer = hf.get("mlp_layer_types")
