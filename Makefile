@@ -10,8 +10,8 @@ test: lint
 	$(BIN)/python -m pytest -q
 
 lint: $(READY)
-	$(BIN)/ruff check src tests benchmarks examples docs
-	$(BIN)/ruff format --check src tests benchmarks examples docs
+	$(BIN)/ruff check setup.py src tests benchmarks examples docs
+	$(BIN)/ruff format --check setup.py src tests benchmarks examples docs
 	$(BIN)/mypy
 
 demo: $(READY)
@@ -20,7 +20,7 @@ demo: $(READY)
 figures: $(READY)
 	$(BIN)/python docs/figures/wire.py
 
-$(READY): pyproject.toml constraints.txt
+$(READY): pyproject.toml setup.py constraints.txt $(wildcard src/laga_attn/kernels/avx512/*.[ch]*)
 	$(PYTHON) -c 'import sys; sys.exit("laga-attn needs Python 3.11 or newer; set PYTHON=") if sys.version_info < (3, 11) else 0'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'

@@ -1,4 +1,4 @@
-"""Speed and error of the blockwise attention kernel against PyTorch's flash attention, on CPU.
+"""Speed and error of an attention kernel of this library against PyTorch's flash attention, on CPU.
 
 PyTorch's kernel needs equal head dims, so that its values are padded to the query's head dim, as a user would
 have to. Both run on the same inputs, one after the other, again and again; every round gives one ratio, and
@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from statistics import median, quantiles
-from typing import Annotated
+from typing import Annotated, cast
 
 import torch
 import typer
@@ -21,7 +21,7 @@ from rich.table import Table
 from torch import Tensor
 from torch.nn.functional import pad
 
-from laga_attn.kernels import Kernel, select
+from laga_attn.kernels import Kernel, KernelName, select
 from laga_attn.spans import Span
 
 aten = torch.ops.aten
@@ -147,10 +147,14 @@ def spread(values: list[float]) -> str:
     return f"{median(values):.2f} ({low:.2f} to {high:.2f})"
 
 
-def measure(problem: Problem, repeats: int) -> list[list[str]]:
-    """Table rows: pass, times, throughput, share of the matrix-product peak, speed-up."""
+def kernel_for(problem: Problem, name: KernelName) -> Kernel:
+    """The kernel of this name for the problem's head dims."""
     width, v_width = problem.q.shape[3], problem.v.shape[3]
-    kernel = select("blockwise", device="cpu", dtype=problem.q.dtype, qk_head_dim=width, v_head_dim=v_width)
+    return select(name, device="cpu", dtype=problem.q.dtype, qk_head_dim=width, v_head_dim=v_width)
+
+
+def measure(problem: Problem, kernel: Kernel, repeats: int) -> list[list[str]]:
+    """Table rows: pass, times, throughput, share of the matrix-product peak, speed-up."""
     ours, flash = Ours(problem, kernel), Flash(problem)
     ours_state, flash_state = ours.forward(), flash.forward()
     square = torch.randn(1024, 1024).to(problem.q.dtype)
@@ -197,14 +201,15 @@ def main(
         Dtype.bfloat16,
         Dtype.float32,
     ],
+    kernel: Annotated[str, typer.Option(help="Kernel of this library; auto is what attention takes.")] = "auto",
     threads: Annotated[int, typer.Option(help="Threads of PyTorch; 0 leaves its default.")] = 0,
     repeats: Annotated[int, typer.Option(help="Rounds, after one of warm-up; at least 2.")] = 7,
     with_errors: Annotated[bool, typer.Option("--errors/--no-errors", help="Also compare with float64.")] = True,
 ) -> None:
-    """Compare the blockwise kernel with PyTorch's flash attention: causal, one process, CPU.
+    """Compare a kernel with PyTorch's flash attention: causal, one process, CPU.
 
     Speed-up is the median, and in brackets the quartiles, of the ratios of neighbouring runs, and once more
-    that of the best runs: above 1, blockwise is faster. GFLOP/s and the share of the peak, that of a
+    that of the best runs: above 1, this library is faster. GFLOP/s and the share of the peak, that of a
     1024 x 1024 x 1024 matrix product in the same dtype, are of the best run and count the pairs under the
     causal mask only. Errors are the largest of one head over the largest value. With one thread, times are
     CPU time of the thread, which a busy machine disturbs least.
@@ -217,16 +222,16 @@ def main(
             problem = Problem.random(length, heads, qk_head_dim, v_head_dim, getattr(torch, name.value))
             dims = f"H = {heads}, {qk_head_dim}/{v_head_dim}"
             title = f"{name.value}, S = {length}, {dims}, {torch.get_num_threads()} threads"
-            table = Table("", "flash, ms", "blockwise, ms", "GFLOP/s", "of peak", "speed-up", "of best", title=title)
-            for row in measure(problem, repeats):
+            chosen = kernel_for(problem, cast(KernelName, kernel))
+            table = Table(
+                "", "flash, ms", f"{chosen.name}, ms", "GFLOP/s", "of peak", "speed-up", "of best", title=title
+            )
+            for row in measure(problem, chosen, repeats):
                 table.add_row(*row)
             console.print(table)
             if with_errors:
-                kernel = select(
-                    "blockwise", device="cpu", dtype=problem.q.dtype, qk_head_dim=qk_head_dim, v_head_dim=v_head_dim
-                )
                 table = Table("error", "out", "dq", "dk", "dv")
-                for label, runner in (("flash", Flash(problem)), ("blockwise", Ours(problem, kernel))):
+                for label, runner in (("flash", Flash(problem)), (chosen.name, Ours(problem, chosen))):
                     table.add_row(label, *(f"{e:.1e}" for e in errors(problem, runner)))
                 console.print(table)
 

@@ -7,6 +7,7 @@ import torch
 
 import laga_attn as laga
 from laga_attn import attention
+from laga_attn.kernels import avx512
 from laga_attn.layout import SequenceLayout
 from tests.compare import assert_bitwise, relative_error
 from tests.oracle import Case, make_inputs
@@ -249,3 +250,40 @@ def test_ranks_that_see_different_numbers_of_keys_exchange_by_the_same_head_grou
     orders = ranks(4).run(_budget_of_a_few_keys, case, Run(scheme=scheme, ulysses_degree=2))
     assert all(order == orders[0] for order in orders)
     assert sum(kind == "query" for kind, _, _ in orders[0]) > 4
+
+
+def _one_machine_lacks_a_kernel(ctx):
+    found, avx512._library = avx512._library, (lambda: None) if ctx.rank == 1 else avx512._library
+    try:
+        return _call(ctx, {"dtype": torch.float32})
+    finally:
+        avx512._library = found
+
+
+@pytest.mark.skipif(avx512.missing(torch.float32) is not None, reason=str(avx512.missing(torch.float32)))
+def test_ranks_whose_machines_have_other_kernels_do_not_mix_them(ranks):
+    ranks(2).run_raises(_one_machine_lacks_a_kernel, match="kernels: rank 0 has .'avx512', .*; rank 1 has .'blockwise'")
+
+
+def _kinds_of_auto(ctx, weight):
+    layout = SequenceLayout.zigzag(64, ctx.size)
+    g = torch.Generator().manual_seed(ctx.rank)
+    shapes = ((1, layout.local_len, 4, 24), (1, layout.local_len, 16), (1, layout.local_len, 8), (4 * 32, 16))
+    q, c_kv, k_rope, weights = (torch.randn(*shape, generator=g) for shape in shapes)
+    cp = laga.ContextParallel(ctx.group, flops_per_port_byte=weight)
+    with laga.traffic() as ledger:
+        laga.latent_attention(
+            q, c_kv, k_rope, weights, layout=layout, cp=cp, scheme="auto", qk_nope_head_dim=16, v_head_dim=16
+        )
+    return {record.kind for record in ledger.records} - {"agreement"}
+
+
+def test_auto_weighs_bytes_by_what_the_grid_says_of_its_link(ranks):
+    """On a slow link only latents travel; on one that costs nothing no rank expands a latent of another."""
+    assert ranks(2).run(_kinds_of_auto, 1e9) == [{"latent"}] * 2
+    assert ranks(2).run(_kinds_of_auto, 1e-9) == [{"key_value"}] * 2
+
+
+@pytest.mark.parametrize("weight", [0, -1.0, float("inf"), float("nan")])
+def test_a_weight_that_is_not_positive_is_refused(ranks, weight):
+    ranks(2).run_raises(_kinds_of_auto, weight, match="flops_per_port_byte must be positive")

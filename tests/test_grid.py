@@ -136,10 +136,11 @@ def test_one_process_needs_no_group():
 
 
 def changes_the_degree(ctx):
-    cp = ContextParallel(ctx.group, 1, check="new", two_level=True, overlap=False)
+    cp = ContextParallel(ctx.group, 1, check="new", two_level=True, overlap=False, flops_per_port_byte=5.0)
     cp.remember_agreed(b"known")
     other = cp.with_ulysses(2)
     kept = (other.check, other.two_level, other.overlap, other.has_agreed(b"known"), other.group is cp.group)
+    assert other.flops_per_port_byte == 5.0
     return cp.ulysses_degree, other.ulysses_degree, kept
 
 

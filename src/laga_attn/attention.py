@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from laga_attn.agreement import agree
-from laga_attn.attention_plan import SAVE_POLICIES, AttentionPlan, LatentDims, Save
+from laga_attn.attention_plan import SAVE_POLICIES, AttentionPlan, Save
 from laga_attn.checks import Call, autocast, check_call, effective_window
 from laga_attn.grid import ContextParallel
 from laga_attn.kernels import KernelName
@@ -84,7 +84,8 @@ def latent_attention(
             else `"latent"`.
         kernel: `"auto"`, or a name from `laga_attn.kernels.support_table`.
         head_group: heads whose K and V are rebuilt at a time; None: an eighth of the rank's heads, fewer where that
-            would take more than 256 MiB.
+            would take more than 256 MiB. Threads of a CPU share a group's heads, so that a single rank takes one for
+            each thread; with more ranks, give a multiple of their threads.
         return_lse: also return the log-sum-exp of the scaled scores.
         prefetched: the gather of these latents, started earlier by `prefetch_latent`.
 
@@ -135,13 +136,17 @@ def _plan(call: Call) -> AttentionPlan:
         routing=routing,
         kernel=call.select_kernel(),
         softmax_scale=dims.qk_head_dim**-0.5 if call.softmax_scale is None else call.softmax_scale,
-        head_group=call.head_group or _default_head_group(dims, degree, keys, call.q.element_size()),
+        head_group=call.head_group or _default_head_group(call, degree, keys),
         return_lse=call.return_lse,
         keeps=bool(call.wanted_gradients()),
     )
 
 
-def _default_head_group(dims: LatentDims, ulysses_degree: int, keys: int, itemsize: int) -> int:
+def _default_head_group(call: Call, ulysses_degree: int, keys: int) -> int:
+    dims = call.dims()
     heads = dims.num_heads // ulysses_degree
-    per_head = max(1, keys * dims.kv_head_dim * itemsize)
-    return max(1, min(heads // 8, _REBUILD_BUDGET // per_head))
+    at_once = heads // 8
+    if call.cp.size == 1 and call.q.device.type == "cpu":  # other ranks may have another number of threads
+        at_once = min(heads, max(at_once, torch.get_num_threads()))
+    per_head = max(1, keys * dims.kv_head_dim * call.q.element_size())
+    return max(1, min(at_once, _REBUILD_BUDGET // per_head))

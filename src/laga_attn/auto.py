@@ -21,6 +21,7 @@ __all__ = [
     "Cost",
     "choose",
     "estimate",
+    "flops_per_port_byte",
     "legal_degrees",
     "port_elements",
 ]
@@ -54,6 +55,11 @@ class Cost:
     def total(self, flops_per_port_byte: float) -> float:
         """Of the slowest rank, which the others wait for; in bytes."""
         return max(moved + flops / flops_per_port_byte for moved, flops in self.ranks)
+
+
+def flops_per_port_byte(given: float | None, device: str) -> float:
+    """F as given, else the default for a device type."""
+    return given or (CPU_FLOPS_PER_PORT_BYTE if device == "cpu" else FLOPS_PER_PORT_BYTE)
 
 
 def legal_degrees(cp_size: int, num_heads: int) -> list[int]:

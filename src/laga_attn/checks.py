@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from laga_attn.attention_plan import SAVE_POLICIES, SCHEMES, LatentDims, Scheme, routing_of
-from laga_attn.auto import CPU_FLOPS_PER_PORT_BYTE, FLOPS_PER_PORT_BYTE, choose, legal_degrees
+from laga_attn.auto import choose, flops_per_port_byte, legal_degrees
 from laga_attn.grid import ContextParallel
-from laga_attn.kernels import Kernel, KernelName, select
+from laga_attn.kernels import Kernel, KernelName, kernels_here, select
 from laga_attn.layout import SequenceLayout
 from laga_attn.prefetch import LatentGather, autocast
 from laga_attn.routing import Routing
@@ -65,7 +65,7 @@ class Call:
         return choose(
             self.dims(), self.layout, batch=self.q.shape[0], causal=self.causal, window=self.window,
             itemsize=self.q.element_size(), save=self.save, ulysses_degree=degree,
-            flops_per_port_byte=CPU_FLOPS_PER_PORT_BYTE if self.q.device.type == "cpu" else FLOPS_PER_PORT_BYTE,
+            flops_per_port_byte=flops_per_port_byte(self.cp.flops_per_port_byte, self.q.device.type),
         )  # fmt: skip
 
     def routing(self) -> Routing:
@@ -98,12 +98,15 @@ class Call:
             "scheme": self.scheme,
             "ulysses_degree": self.cp.ulysses_degree,
             "two_level": self.cp.two_level,
+            "flops_per_port_byte": self.cp.flops_per_port_byte,
             "qk_nope_head_dim": self.qk_nope_head_dim,
             "v_head_dim": self.v_head_dim,
             "softmax_scale": self.softmax_scale,
             "causal": self.causal,
             "window": self.window,
             "save": self.save,
+            # "auto" could find another kernel on another machine, whose results differ by rounding.
+            "kernels": kernels_here(self.q.device, self.q.dtype) if self.kernel == "auto" else self.kernel,
             "return_lse": self.return_lse,
             "head_group": self.head_group,
             "prefetched": self.prefetched is not None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal, Self, TypeAlias, get_args
 
 import torch.distributed as dist
@@ -35,19 +36,23 @@ class ContextParallel:
             instead of U times. Gradients return the same way.
         overlap: False makes every collective finish where it starts. Same numbers; for measuring what
             overlap hides.
+        flops_per_port_byte: FLOPs that a rank does while one byte passes its port, which ``scheme="auto"`` weighs
+            schemes with: throughput of attention over bandwidth of the slowest link that the ranks share. ``None``
+            takes :data:`laga_attn.auto.FLOPS_PER_PORT_BYTE`, on CPUs ``CPU_FLOPS_PER_PORT_BYTE``.
 
     Instances are read-only and compare by identity. ``copy`` and ``copy.deepcopy`` return the same instance
     (process groups cannot be copied), so modules that hold one can be copied.
 
     Raises:
         ValueError: no group, a mesh that is not 1-D, a process outside the group, a degree that does not
-            divide P, an unknown ``check``.
+            divide P, an unknown ``check``, a ``flops_per_port_byte`` that is not positive.
     """
 
     __slots__ = (
         "_agreed",
         "_backends",
         "_check",
+        "_flops_per_port_byte",
         "_group",
         "_overlap",
         "_rank",
@@ -64,7 +69,10 @@ class ContextParallel:
         check: Check = "auto",
         two_level: bool = False,
         overlap: bool = True,
+        flops_per_port_byte: float | None = None,
     ) -> None:
+        if flops_per_port_byte is not None and not 0 < flops_per_port_byte < math.inf:
+            raise ValueError(f"flops_per_port_byte must be positive, got {flops_per_port_byte}")
         if check not in get_args(Check):
             raise ValueError(f"check={check!r} is unknown; choose one of {', '.join(get_args(Check))}")
         group = _joined_group(cp_group)
@@ -74,6 +82,7 @@ class ContextParallel:
         self._backends = _backend_of_each_device(group)
         self._check: Check = check
         self._two_level, self._overlap = two_level, overlap
+        self._flops_per_port_byte = flops_per_port_byte
         self._ulysses_degree = _valid_degree(ulysses_degree, self._size)
         self._agreed: dict[bytes, None] = {}
 
@@ -83,7 +92,7 @@ class ContextParallel:
         self = cls.__new__(cls)
         self._group, self._rank, self._size = None, 0, 1
         self._backends, self._check = {}, "auto"
-        self._two_level, self._overlap = False, True
+        self._two_level, self._overlap, self._flops_per_port_byte = False, True, None
         self._ulysses_degree = None
         self._agreed = {}
         return self
@@ -95,7 +104,12 @@ class ContextParallel:
             other._ulysses_degree = _valid_degree(ulysses_degree, 1)
         else:
             other = ContextParallel(
-                self._group, ulysses_degree, check=self._check, two_level=self._two_level, overlap=self._overlap
+                self._group,
+                ulysses_degree,
+                check=self._check,
+                two_level=self._two_level,
+                overlap=self._overlap,
+                flops_per_port_byte=self._flops_per_port_byte,
             )
         other._agreed = self._agreed
         return other
@@ -134,6 +148,11 @@ class ContextParallel:
     def overlap(self) -> bool:
         """Whether collectives run beside computation."""
         return self._overlap
+
+    @property
+    def flops_per_port_byte(self) -> float | None:
+        """What ``scheme="auto"`` weighs schemes with, as given."""
+        return self._flops_per_port_byte
 
     @property
     def backend(self) -> str:

@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-__all__ = ["Span", "pack_spans", "unpack_spans"]
+__all__ = ["SPAN_FIELDS", "Span", "pack_spans", "unpack_spans"]
 
 _NO_WINDOW = -1  # how "no window" travels through an operator schema, which holds integers only
-_FIELDS = 6
+SPAN_FIELDS = 6
+"""Integers that a packed span takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,9 +96,11 @@ def unpack_spans(flat: Sequence[int]) -> tuple[Span, ...]:
     Raises:
         ValueError: the length is no multiple of six.
     """
-    if len(flat) % _FIELDS:
-        raise ValueError(f"a flat span list has {_FIELDS} integers a span, got {len(flat)}: build it with pack_spans")
-    rows = (flat[i : i + _FIELDS] for i in range(0, len(flat), _FIELDS))
+    if len(flat) % SPAN_FIELDS:
+        raise ValueError(
+            f"a flat span list has {SPAN_FIELDS} integers a span, got {len(flat)}: build it with pack_spans"
+        )
+    rows = (flat[i : i + SPAN_FIELDS] for i in range(0, len(flat), SPAN_FIELDS))
     return tuple(
         Span(q_start, q_len, k_start, k_len, bool(causal), None if window == _NO_WINDOW else window)
         for q_start, q_len, k_start, k_len, causal, window in rows

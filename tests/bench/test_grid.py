@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from laga_attn.auto import choose
+from laga_attn.auto import CPU_FLOPS_PER_PORT_BYTE, choose
 from laga_attn.bench.grid import DTYPES, PRESETS, Cell, Grid, Variant, baseline_of, preset
 from laga_attn.kernels.problem import backward_flops, forward_flops
 from laga_attn.spans import Span, pack_spans
@@ -49,8 +49,11 @@ def test_with_more_ranks_than_heads_the_baseline_has_the_largest_degree_there_is
 
 def test_auto_says_what_it_comes_to():
     cell = Cell(2, 2048, 16, "bf16")
-    scheme, degree = choose(cell.dims, cell.layout, causal=True, itemsize=2)
-    assert Variant("auto", None, "auto").name_in(cell) == f"auto ({scheme} U={degree})"
+    for given, weight in ((None, CPU_FLOPS_PER_PORT_BYTE), (1e6, 1e6), (1.0, 1.0)):
+        scheme, degree = choose(cell.dims, cell.layout, causal=True, itemsize=2, flops_per_port_byte=weight)
+        (_, auto) = SMALL.override(schemes=["auto"], flops_per_port_byte=given).variants(cell)
+        assert auto.name_in(cell) == f"auto ({scheme} U={degree})"
+    assert auto.name_in(cell) != Variant("auto", None, "auto", 1e6).name_in(cell)  # a link decides
 
 
 def test_attention_flops_are_what_the_kernels_count():

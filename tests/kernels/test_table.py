@@ -1,18 +1,22 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
 
-from laga_attn.kernels import TABLE, select, support_table
+from laga_attn.kernels import TABLE, select, support_table, table
 from laga_attn.kernels.table import Case
 
 MLA = {"dtype": torch.bfloat16, "qk_head_dim": 192, "v_head_dim": 128}
 
 
-def test_auto_takes_blockwise_on_cpu_and_the_fused_kernel_on_cuda() -> None:
-    assert select("auto", device="cpu", **MLA).name == "blockwise"
+def test_auto_takes_the_compiled_kernel_on_cpu_and_the_fused_one_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    for missing, name in ((None, "avx512"), ("this CPU has no AVX-512 instructions", "blockwise")):
+        rows = [replace(row, missing=lambda dtype, m=missing: m) if row.name == "avx512" else row for row in TABLE]
+        monkeypatch.setattr(table, "TABLE", tuple(rows))
+        assert select("auto", device="cpu", **MLA).name == name
     assert select("auto", device="cuda", **MLA).name == "sdpa"
     assert select("auto", device=torch.device("cuda", 1), **MLA).name == "sdpa"
 
@@ -45,7 +49,9 @@ def test_a_named_kernel_that_cannot_says_why(case: dict[str, object], reason: st
 
 
 def test_an_unknown_kernel_is_refused_with_the_choices() -> None:
-    with pytest.raises(ValueError, match="unknown kernel 'flash': choose one of auto, sdpa, blockwise, reference"):
+    with pytest.raises(
+        ValueError, match="unknown kernel 'flash': choose one of auto, sdpa, avx512, blockwise, reference"
+    ):
         select("flash", device="cpu", **MLA)
 
 

@@ -84,6 +84,14 @@ def bench(
             rich_help_panel=_RUN,
         ),
     ] = None,
+    flops_per_port_byte: Annotated[
+        float | None,
+        Option(
+            help="What --scheme auto weighs bytes with: FLOPs of a rank while one byte passes its port, 1600 for "
+            "200 GFLOP/s and 1 Gbit/s. Default: 300 on CPUs, 2000 elsewhere.",
+            rich_help_panel=_VARIANTS,
+        ),
+    ] = None,
     overlap: Annotated[
         bool,
         Option("--overlap", help="Also measure how much communication hides behind computation.", rich_help_panel=_RUN),
@@ -117,6 +125,7 @@ def bench(
             degrees=ulysses_degree,
             saves=save,
             rounds=rounds,
+            flops_per_port_byte=flops_per_port_byte,
         )
         links = [parse_link(text) for text in link or ()]
         where = _check_device(device, grid, links)

@@ -9,7 +9,7 @@ from typing import Final
 import torch
 
 from laga_attn.attention_plan import SAVE_POLICIES, SCHEMES, LatentDims
-from laga_attn.auto import choose, legal_degrees
+from laga_attn.auto import choose, flops_per_port_byte, legal_degrees
 from laga_attn.layout import SequenceLayout
 from laga_attn.train.errors import UsageError
 
@@ -58,18 +58,20 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One way to run a cell. A degree of None is left to `scheme="auto"`."""
+    """One way to run a cell. A degree of None is left to `scheme="auto"`, which weighs with `flops_per_port_byte`."""
 
     scheme: str
     ulysses_degree: int | None
     save: str
+    flops_per_port_byte: float | None = None
 
-    def name_in(self, cell: Cell) -> str:
+    def name_in(self, cell: Cell, device: str = "cpu") -> str:
         """What reports call it; of `"auto"` also what it comes to in this cell."""
         if self.ulysses_degree is not None:
             return f"{self.scheme} U={self.ulysses_degree} {self.save}"
         itemsize = DTYPES[cell.dtype].itemsize
-        scheme, degree = choose(cell.dims, cell.layout, causal=True, itemsize=itemsize)
+        weight = flops_per_port_byte(self.flops_per_port_byte, device)
+        scheme, degree = choose(cell.dims, cell.layout, causal=True, itemsize=itemsize, flops_per_port_byte=weight)
         return f"auto ({scheme} U={degree})"
 
 
@@ -88,6 +90,7 @@ class Grid:
     Attributes:
         degrees: Ulysses degrees; None for every one that divides ranks and heads.
         rounds: how often each variant is timed.
+        flops_per_port_byte: what `scheme="auto"` weighs with; None for the default of the device.
     """
 
     ranks: tuple[int, ...]
@@ -98,6 +101,7 @@ class Grid:
     degrees: tuple[int, ...] | None
     saves: tuple[str, ...]
     rounds: int
+    flops_per_port_byte: float | None = None
 
     def __post_init__(self) -> None:
         for option, numbers in (
@@ -108,6 +112,8 @@ class Grid:
             ("--rounds", (self.rounds,)),
         ):
             _refuse(option, [n for n in numbers if n < 1], "numbers from 1 on")
+        if self.flops_per_port_byte is not None and not self.flops_per_port_byte > 0:
+            raise UsageError(f"--flops-per-port-byte {self.flops_per_port_byte} is not possible; it must be above 0")
         for option, names, known in (
             ("--dtype", self.dtypes, tuple(DTYPES)),
             ("--scheme", self.schemes, (*SCHEMES, "auto")),
@@ -143,10 +149,10 @@ class Grid:
             for save in SAVE_POLICIES[scheme]
             if save in self.saves
         ]
-        auto = [Variant("auto", None, "auto")] if "auto" in self.schemes else []
+        auto = [Variant("auto", None, "auto", self.flops_per_port_byte)] if "auto" in self.schemes else []
         return list(dict.fromkeys([baseline_of(cell), *named, *auto]))
 
-    def override(self, **fields: Sequence[object] | int | None) -> Grid:
+    def override(self, **fields: Sequence[object] | float | None) -> Grid:
         """This grid with the fields that are given, meaning not None and not empty."""
         given = {name: tuple(v) if isinstance(v, Sequence) else v for name, v in fields.items() if v}
         return replace(self, **given)  # type: ignore[arg-type]

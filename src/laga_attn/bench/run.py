@@ -47,7 +47,7 @@ def run_rank(task: Task) -> list[CellRun]:
     for cell, variants in task.cells:
         say(f"{cell}: {len(variants)} variants, {task.rounds} rounds")
         contestants = {
-            variant.name_in(cell): contestant(
+            variant.name_in(cell, task.device): contestant(
                 variant, cell, task.kernel, overlap=task.overlap, exchanges=bool(task.links) and number == 0
             )
             for number, variant in enumerate(variants)
@@ -70,7 +70,9 @@ def contestant(
     assert group is not None
 
     def attend(overlapping: bool) -> Attend:
-        cp = ContextParallel(group, variant.ulysses_degree, overlap=overlapping)
+        cp = ContextParallel(
+            group, variant.ulysses_degree, overlap=overlapping, flops_per_port_byte=variant.flops_per_port_byte
+        )
         return partial(
             latent_attention,
             layout=cell.layout,

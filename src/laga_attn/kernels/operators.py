@@ -6,17 +6,36 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+from torch.library import custom_op
 from torch.utils.flop_counter import register_flop_formula
 
-from laga_attn.kernels.problem import acc_dtype, backward_flops, empty_gradients, empty_rows, forward_flops
+from laga_attn.kernels.problem import (
+    acc_dtype,
+    backward_flops,
+    backward_from_latent_flops,
+    empty_gradients,
+    empty_gradients_from_latent,
+    empty_rows,
+    forward_flops,
+    forward_from_latent_flops,
+)
 from laga_attn.spans import Span, unpack_spans
 
-__all__ = ["BackwardFn", "ForwardFn", "define_operators"]
+__all__ = [
+    "BackwardFn",
+    "ForwardFn",
+    "LatentBackwardFn",
+    "LatentForwardFn",
+    "define_latent_operators",
+    "define_operators",
+]
 
 ForwardFn = Callable[[Tensor, Tensor, Tensor, Sequence[Span], float], tuple[Tensor, Tensor]]
 BackwardFn = Callable[
     [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Sequence[Span], float], tuple[Tensor, Tensor, Tensor]
 ]
+LatentForwardFn = Callable[[Tensor, Tensor, Tensor, Sequence[Span], float, int], tuple[Tensor, Tensor]]
+LatentBackwardFn = BackwardFn
 
 
 def define_operators(name: str, forward: ForwardFn, backward: BackwardFn) -> None:
@@ -45,15 +64,68 @@ def define_operators(name: str, forward: ForwardFn, backward: BackwardFn) -> Non
     ) -> tuple[Tensor, Tensor, Tensor]:
         return empty_gradients(q, k, v)
 
-    schema_q = "(Tensor q, Tensor k, Tensor v, int[] spans, float scale) -> (Tensor, Tensor)"
-    schema_b = (
+    schema = (
+        "(Tensor q, Tensor k, Tensor v, int[] spans, float scale) -> (Tensor, Tensor)",
         "(Tensor dout, Tensor delta, Tensor q, Tensor k, Tensor v, Tensor lse, int[] spans, float scale)"
-        " -> (Tensor, Tensor, Tensor)"
+        " -> (Tensor, Tensor, Tensor)",
     )
-    for suffix, op, fake, schema, flops in (
-        ("forward", forward_op, forward_fake, schema_q, forward_flops),
-        ("backward", backward_op, backward_fake, schema_b, backward_flops),
-    ):
-        qualified = f"laga_attn::{name}_{suffix}"
-        torch.library.custom_op(qualified, op, mutates_args=(), schema=schema).register_fake(fake)
-        register_flop_formula(getattr(torch.ops.laga_attn, f"{name}_{suffix}"))(flops)
+    _register(f"{name}_forward", schema[0], forward_op, forward_fake, forward_flops)
+    _register(f"{name}_backward", schema[1], backward_op, backward_fake, backward_flops)
+
+
+def define_latent_operators(name: str, forward: LatentForwardFn, backward: LatentBackwardFn) -> None:
+    """Register ``laga_attn::{name}_forward_from_latent`` and ``laga_attn::{name}_backward_from_latent``.
+
+    Their FLOPs include those of rebuilding keys and values.
+    """
+
+    def forward_op(
+        q: Tensor, latent: Tensor, weight: Tensor, spans: Sequence[int], scale: float, v_head_dim: int
+    ) -> tuple[Tensor, Tensor]:
+        return forward(q, latent, weight, unpack_spans(spans), scale, v_head_dim)
+
+    def forward_fake(
+        q: Tensor, latent: Tensor, weight: Tensor, spans: Sequence[int], scale: float, v_head_dim: int
+    ) -> tuple[Tensor, Tensor]:
+        batch, rows, heads, _ = q.shape
+        lse = q.new_empty((batch, heads, rows), dtype=acc_dtype(q.dtype))
+        return empty_rows(q, heads, v_head_dim, q.dtype), lse
+
+    def backward_op(
+        dout: Tensor,
+        delta: Tensor,
+        q: Tensor,
+        latent: Tensor,
+        weight: Tensor,
+        lse: Tensor,
+        spans: Sequence[int],
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return backward(dout, delta, q, latent, weight, lse, unpack_spans(spans), scale)
+
+    def backward_fake(
+        dout: Tensor,
+        delta: Tensor,
+        q: Tensor,
+        latent: Tensor,
+        weight: Tensor,
+        lse: Tensor,
+        spans: Sequence[int],
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return empty_gradients_from_latent(q, latent, dout)
+
+    schema = (
+        "(Tensor q, Tensor latent, Tensor weight, int[] spans, float scale, int v_head_dim) -> (Tensor, Tensor)",
+        "(Tensor dout, Tensor delta, Tensor q, Tensor latent, Tensor weight, Tensor lse, int[] spans, float scale)"
+        " -> (Tensor, Tensor, Tensor)",
+    )
+    _register(f"{name}_forward_from_latent", schema[0], forward_op, forward_fake, forward_from_latent_flops)
+    _register(f"{name}_backward_from_latent", schema[1], backward_op, backward_fake, backward_from_latent_flops)
+
+
+def _register(
+    name: str, schema: str, op: Callable[..., object], fake: Callable[..., object], flops: Callable[..., int]
+) -> None:
+    custom_op(f"laga_attn::{name}", op, mutates_args=(), schema=schema).register_fake(fake)
+    register_flop_formula(getattr(torch.ops.laga_attn, name))(flops)

@@ -13,11 +13,14 @@ from laga_attn.spans import Span, unpack_spans
 __all__ = [
     "acc_dtype",
     "backward_flops",
+    "backward_from_latent_flops",
     "check_backward",
     "check_forward",
     "empty_gradients",
+    "empty_gradients_from_latent",
     "empty_rows",
     "forward_flops",
+    "forward_from_latent_flops",
 ]
 
 
@@ -43,6 +46,16 @@ def empty_gradients(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Te
         empty_rows(q, q.shape[2], q.shape[3], q.dtype),
         empty_rows(k, k.shape[2], k.shape[3], dtype),
         empty_rows(v, v.shape[2], v.shape[3], dtype),
+    )
+
+
+def empty_gradients_from_latent(q: Tensor, latent: Tensor, dout: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Uninitialised gradients of q and of the keys and values that latents [B, Sk, ...] are rebuilt to."""
+    heads, qk_width = q.shape[2:]
+    return (
+        empty_rows(q, heads, qk_width, q.dtype),
+        empty_rows(latent, heads, qk_width, q.dtype),
+        empty_rows(latent, heads, dout.shape[3], q.dtype),
     )
 
 
@@ -127,6 +140,39 @@ def backward_flops(
 ) -> int:
     """FLOPs of the backward pass: scores again, dP, dV, dQ and dK, over the visible pairs alone."""
     return 2 * q[0] * q[2] * _area(spans) * (3 * q[3] + 2 * v[3])
+
+
+def forward_from_latent_flops(
+    q: Sequence[int],
+    latent: Sequence[int],
+    weight: Sequence[int],
+    spans: Sequence[int],
+    scale: float,
+    v_head_dim: int,
+    *args: object,
+    **kwargs: object,
+) -> int:
+    """FLOPs of rebuilding every key and value once, and of the visible pairs."""
+    return _rebuild_flops(latent, weight) + forward_flops(q, q, (*q[:3], v_head_dim), spans)
+
+
+def backward_from_latent_flops(
+    dout: Sequence[int],
+    delta: Sequence[int],
+    q: Sequence[int],
+    latent: Sequence[int],
+    weight: Sequence[int],
+    lse: Sequence[int],
+    spans: Sequence[int],
+    *args: object,
+    **kwargs: object,
+) -> int:
+    """FLOPs of rebuilding every key and value once, and of the gradients over the visible pairs."""
+    return _rebuild_flops(latent, weight) + backward_flops(dout, delta, q, q, dout, lse, spans)
+
+
+def _rebuild_flops(latent: Sequence[int], weight: Sequence[int]) -> int:
+    return 2 * latent[0] * latent[1] * weight[0] * weight[1]
 
 
 def _area(spans: Sequence[int]) -> int:

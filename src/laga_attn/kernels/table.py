@@ -12,12 +12,13 @@ from torch import Tensor
 import laga_attn.kernels.blockwise
 import laga_attn.kernels.reference
 import laga_attn.kernels.sdpa  # noqa: F401  (importing a kernel registers its operators)
+from laga_attn.kernels import avx512
 from laga_attn.kernels.problem import check_backward, check_forward
 from laga_attn.spans import Span, pack_spans
 
-__all__ = ["TABLE", "Kernel", "KernelName", "Support", "select", "support_table"]
+__all__ = ["TABLE", "Kernel", "KernelName", "Support", "kernels_here", "select", "support_table"]
 
-KernelName = Literal["auto", "blockwise", "reference", "sdpa"]
+KernelName = Literal["auto", "avx512", "blockwise", "reference", "sdpa"]
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -31,6 +32,7 @@ class HeadDims:
 
 _ANY_DIMS = HeadDims(lambda qk, v: True, "any")
 _EQUAL_DIMS = HeadDims(lambda qk, v: qk == v, "qk_head_dim == v_head_dim")
+_EVEN_DIMS = HeadDims(lambda qk, v: qk % 2 == v % 2 == 0, "both even")
 _MULTIPLES_OF_8 = HeadDims(lambda qk, v: qk % 8 == 0 and v % 8 == 0, "both multiples of 8")
 
 
@@ -45,6 +47,7 @@ class Support:
     window: bool  # sliding-window spans
     shared_kv: bool  # one key/value head for all query heads
     how: str
+    missing: Callable[[torch.dtype], str | None] = lambda dtype: None  # what this machine lacks to compute in a dtype
 
     def refusal(self, case: Case) -> str | None:
         """Why this row cannot compute ``case``; None if it can."""
@@ -58,7 +61,7 @@ class Support:
             return "window: it has no sliding window"
         if case.shared_kv and not self.shared_kv:
             return "shared key/value head: it would hold key and value gradients of every head"
-        return None
+        return self.missing(case.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +79,16 @@ class Case:
 # In order of preference: "auto" takes the first row that accepts the case.
 TABLE: tuple[Support, ...] = (
     Support("sdpa", ("cuda",), _DTYPES[1:], _MULTIPLES_OF_8, False, False, "torch memory-efficient attention"),
+    Support(
+        "avx512",
+        ("cpu",),
+        (torch.float32, torch.bfloat16),
+        _EVEN_DIMS,
+        True,
+        True,
+        "compiled blockwise attention, also straight from latents",
+        avx512.missing,
+    ),
     Support("blockwise", (), _DTYPES, _ANY_DIMS, True, True, "matrix products and online softmax, tile by tile"),
     Support("sdpa", ("cpu",), _DTYPES, _EQUAL_DIMS, False, False, "torch flash attention for CPU"),
     Support("reference", (), _DTYPES, _ANY_DIMS, True, True, "plain formulas with full score matrices"),
@@ -150,6 +163,56 @@ class Kernel:
         grads = op(dout, delta, q, k, v, lse, pack_spans(spans), softmax_scale)
         return cast(tuple[Tensor, Tensor, Tensor], grads)
 
+    def rebuilds(self, kv_lora_rank: int) -> bool:
+        """Whether there is :meth:`forward_from_latent` and its backward, for latents of this rank."""
+        return self.name == "avx512" and kv_lora_rank % 2 == 0
+
+    def forward_from_latent(
+        self, q: Tensor, latent: Tensor, weight: Tensor, spans: Sequence[Span], softmax_scale: float, v_head_dim: int
+    ) -> tuple[Tensor, Tensor]:
+        """:meth:`forward` without keys and values in memory: rows of them are rebuilt where they are used.
+
+        Args:
+            q: [B, Sq, h, nope + rope].
+            latent: [B, Sk, rank + rope], the normalised latent beside the rotated key part.
+            weight: [h * (nope + v_head_dim), rank]: the rows of ``kv_b_weight`` of these heads.
+            spans: as in :meth:`forward`, like softmax_scale and what is returned.
+            softmax_scale: see spans.
+            v_head_dim: head dim of values.
+        """
+        op = getattr(torch.ops.laga_attn, f"{self.name}_forward_from_latent")
+        return cast(tuple[Tensor, Tensor], op(q, latent, weight, pack_spans(spans), softmax_scale, v_head_dim))
+
+    def backward_from_latent(
+        self,
+        dout: Tensor,
+        delta: Tensor,
+        q: Tensor,
+        latent: Tensor,
+        weight: Tensor,
+        lse: Tensor,
+        spans: Sequence[Span],
+        softmax_scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """:meth:`backward` without keys and values in memory.
+
+        Args:
+            dout: as in :meth:`backward`, like delta, lse, spans and softmax_scale.
+            delta: see dout.
+            q: as in :meth:`forward_from_latent`, like latent and weight.
+            latent: see q.
+            weight: see q.
+            lse: see dout.
+            spans: see dout.
+            softmax_scale: see dout.
+
+        Returns:
+            dq, and dk [B, Sk, h, nope + rope] and dv [B, Sk, h, Dv] of the keys and values that were rebuilt.
+        """
+        op = getattr(torch.ops.laga_attn, f"{self.name}_backward_from_latent")
+        grads = op(dout, delta, q, latent, weight, lse, pack_spans(spans), softmax_scale)
+        return cast(tuple[Tensor, Tensor, Tensor], grads)
+
 
 def select(
     name: KernelName,
@@ -164,7 +227,7 @@ def select(
     """Choose the kernel for a case: the named one, or the best that can compute it for ``"auto"``.
 
     Args:
-        name: "auto", "blockwise", "reference" or "sdpa".
+        name: "auto", "avx512", "blockwise", "reference" or "sdpa".
         device: where the tensors are.
         dtype: their dtype.
         qk_head_dim: head dim of queries and keys.
@@ -188,6 +251,15 @@ def select(
             return Kernel(row.name)
         reasons.append(f"{row.name} ({row.how}): {reason}")
     raise ValueError(f"kernel {name!r} cannot compute this case: " + "; ".join(reasons))
+
+
+def kernels_here(device: torch.device, dtype: torch.dtype) -> tuple[str, ...]:
+    """The kernels for a device and dtype for which this machine has all that they need, best first."""
+    return tuple(
+        row.name
+        for row in TABLE
+        if device.type in (row.devices or (device.type,)) and dtype in row.dtypes and row.missing(dtype) is None
+    )
 
 
 def support_table(

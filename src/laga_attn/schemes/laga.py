@@ -28,6 +28,7 @@ from laga_attn.schemes.latent import (
     weight_rows,
 )
 from laga_attn.schemes.queries import OutputReturn, QueryGradReturn, send_output_grads, send_queries
+from laga_attn.spans import Span
 
 __all__ = ["backward", "forward"]
 
@@ -61,9 +62,9 @@ def forward(
     for segment, group in _forward_order(plan):
         if segment == 0:
             queries[group] = arriving[group]()
-        kv = _rebuild(latents[segment](), own_weight, groups[group], plan)
-        k, v = _split_kv(kv, plan)
-        out, lse = plan.kernel.forward(queries[group], k, v, plan.routing.segments[segment].spans, plan.softmax_scale)
+        keys = latents[segment](), own_weight[weight_rows(groups[group], plan.dims)]
+        kv = None if _streams(plan) else expand_kv(*keys, plan.dims)
+        out, lse = _attend(queries[group], keys, kv, plan.routing.segments[segment].spans, plan)
         partial[group] = (out, lse) if segment == 0 else merge_partials(*partial[group], out, lse)
         if segment == last:
             returning.start(groups[group], *partial[group])
@@ -71,7 +72,7 @@ def forward(
                 del queries[group], partial[group]
         if plan.keeps and plan.save == "kv":
             kept_kv.append(kv)
-        del kv, k, v, out
+        del keys, kv, out
     lses = [lse for _, lse in partial.values()]
     partial.clear()
     local_out, local_lse = returning.finish()
@@ -101,13 +102,14 @@ def backward(
     last_of_segment = {work.segment: place for place, work in enumerate(order)}
     for place, work in enumerate(order):
         segment, group = work
-        kv = kept_kv[work] if kept_kv else _rebuild(latents[segment](), key_grads.own_weight, groups[group], plan)
-        k, v = _split_kv(kv, plan)
-        own_dout, delta = arriving[group]()
-        dq, dk, dv = plan.kernel.backward(
-            own_dout, delta, queries[group], k, v, lses[group], segments[segment].spans, plan.softmax_scale
+        keys = latents[segment](), key_grads.own_weight[weight_rows(groups[group], plan.dims)]
+        kv = kept_kv.get(work)
+        if kv is None and not _streams(plan):
+            kv = expand_kv(*keys, plan.dims)
+        dq, dk, dv = _differentiate(
+            arriving[group](), queries[group], lses[group], keys, kv, segments[segment].spans, plan
         )
-        del kv, k, v, own_dout, delta
+        del keys, kv
         finished = last_of_group[group] == place
         if query_grads:
             query_grads.add(groups[group], dq, finished)
@@ -199,9 +201,39 @@ def _used_up() -> Any:
     raise AssertionError("needed again after its last use was thought over")
 
 
-def _rebuild(latent: Tensor, own_weight: Tensor, group: slice, plan: AttentionPlan) -> Tensor:
-    """K and V of a head group, `[keys, B, hg, Dqk + Dv]`."""
-    return expand_kv(latent, own_weight[weight_rows(group, plan.dims)], plan.dims)
+def _streams(plan: AttentionPlan) -> bool:
+    """Whether the kernel rebuilds K and V by itself, a few rows at a time; to keep them, they must be whole."""
+    return plan.kernel.rebuilds(plan.dims.kv_lora_rank) and plan.save != "kv"
+
+
+def _attend(
+    q: Tensor, keys: tuple[Tensor, Tensor], kv: Tensor | None, spans: tuple[Span, ...], plan: AttentionPlan
+) -> tuple[Tensor, Tensor]:
+    """Attention to a head group's `kv`, or where that is None to what latents and weight, `keys`, make it."""
+    if kv is not None:
+        return plan.kernel.forward(q, *_split_kv(kv, plan), spans, plan.softmax_scale)
+    latent, weight = keys
+    return plan.kernel.forward_from_latent(
+        q, latent.transpose(0, 1), weight, spans, plan.softmax_scale, plan.dims.v_head_dim
+    )
+
+
+def _differentiate(
+    dout_delta: tuple[Tensor, Tensor],
+    q: Tensor,
+    lse: Tensor,
+    keys: tuple[Tensor, Tensor],
+    kv: Tensor | None,
+    spans: tuple[Span, ...],
+    plan: AttentionPlan,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, K and V, from the same keys as in `_attend`."""
+    if kv is not None:
+        return plan.kernel.backward(*dout_delta, q, *_split_kv(kv, plan), lse, spans, plan.softmax_scale)
+    latent, weight = keys
+    return plan.kernel.backward_from_latent(
+        *dout_delta, q, latent.transpose(0, 1), weight, lse, spans, plan.softmax_scale
+    )
 
 
 def _split_kv(kv: Tensor, plan: AttentionPlan) -> tuple[Tensor, Tensor]:

@@ -14,7 +14,7 @@ from torch import Tensor
 from laga_attn.kernels.problem import acc_dtype
 from laga_attn.kernels.tiles import Tile, Triangles
 
-__all__ = ["LN2", "LOG2E", "FullBackward", "FullForward", "Scores", "softmax_"]
+__all__ = ["LN2", "LOG2E", "BackwardEngine", "ForwardEngine", "Scores", "softmax_"]
 
 LOG2E = math.log2(math.e)
 LN2 = math.log(2)
@@ -49,7 +49,7 @@ def softmax_(scores: Tensor) -> tuple[Tensor, Tensor]:
     return total, total.log2().add_(top)
 
 
-class FullForward:
+class ForwardEngine:
     """Attention of one head's tiles."""
 
     def __init__(self, scores: Scores, v: Tensor, tile: tuple[int, int]) -> None:
@@ -74,7 +74,7 @@ class FullForward:
         return torch.mm(weights, self.v[tile.keys], out=self.out[:rows]).div_(total), lse
 
 
-class FullBackward:
+class BackwardEngine:
     """Gradients of one head's tiles."""
 
     def __init__(self, scores: Scores, v: Tensor, tile: tuple[int, int], scale: float) -> None:

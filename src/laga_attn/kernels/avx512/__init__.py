@@ -1,0 +1,197 @@
+"""Attention compiled for CPUs with AVX-512, in float32 and bfloat16; see ``attention.cpp``.
+
+It is compiled when the package is installed, by ``setup.py``, where there is a C++ compiler for such a CPU.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from ctypes import byref, c_float, c_int64, c_void_p
+from functools import cache
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from laga_attn.kernels.operators import define_latent_operators, define_operators
+from laga_attn.kernels.problem import empty_gradients, empty_gradients_from_latent, empty_rows
+from laga_attn.kernels.tiles import live
+from laga_attn.spans import SPAN_FIELDS, Span, pack_spans
+
+__all__ = ["backward", "backward_from_latent", "forward", "forward_from_latent", "missing"]
+
+_ALIGNMENT = 64  # bytes
+
+
+class _Rows(ctypes.Structure):
+    """A tensor ``[batch, rows, heads, width]`` with strides in elements; that of the width is 1."""
+
+    _fields_ = (("data", c_void_p), ("batch", c_int64), ("row", c_int64), ("head", c_int64))
+
+
+class _Problem(ctypes.Structure):
+    _fields_ = (
+        *((name, c_int64) for name in ("batch", "q_rows", "k_rows", "heads", "kv_heads", "qk_width", "v_width")),
+        *((name, c_int64) for name in ("rank", "nope_width", "span_count")),
+        ("spans", ctypes.POINTER(c_int64)),
+        ("scale", c_float),
+        ("threads", c_int64),
+        ("scratch", c_void_p),
+    )
+
+
+@cache
+def _library() -> ctypes.CDLL | None:
+    """The compiled code, None if it was not compiled."""
+    found = (Path(__file__).parent / f"_attention{suffix}" for suffix in EXTENSION_SUFFIXES)
+    path = next((p for p in found if p.exists()), None)
+    if path is None:
+        return None
+    library = ctypes.CDLL(str(path))
+    for name in ("laga_forward_scratch", "laga_backward_scratch"):
+        getattr(library, name).restype = c_int64
+    return library
+
+
+def missing(dtype: torch.dtype) -> str | None:
+    """What this machine lacks to compute in ``dtype``; None if nothing."""
+    if _library() is None:
+        return "it was not compiled when laga-attn was installed: reinstall it where there is a C++ compiler"
+    fast = torch.backends.cpu.get_cpu_capability() == "AVX512"
+    if dtype == torch.bfloat16:
+        fast = fast and torch.cpu._is_avx512_bf16_supported()
+    return None if fast else f"this CPU has no AVX-512 instructions for {str(dtype).removeprefix('torch.')}"
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, spans: Sequence[Span], scale: float) -> tuple[Tensor, Tensor]:
+    """Softmax attention over spans: out [B, Sq, h, Dv] and lse [B, h, Sq]."""
+    return _forward(q, _Given(k, v), spans, scale)
+
+
+def backward(
+    dout: Tensor, delta: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, spans: Sequence[Span], scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients dq, dk, dv from dS = P * (dout V^T - delta), with P recomputed from ``lse``."""
+    return _backward(dout, delta, q, _Given(k, v), lse, empty_gradients(q, k, v), spans, scale)
+
+
+def forward_from_latent(
+    q: Tensor, latent: Tensor, weight: Tensor, spans: Sequence[Span], scale: float, v_head_dim: int
+) -> tuple[Tensor, Tensor]:
+    """The same from latents [B, Sk, rank + rope] and weight [h * (nope + Dv), rank]."""
+    return _forward(q, _Rebuilt(latent, weight, v_head_dim, q.shape[2]), spans, scale)
+
+
+def backward_from_latent(
+    dout: Tensor,
+    delta: Tensor,
+    q: Tensor,
+    latent: Tensor,
+    weight: Tensor,
+    lse: Tensor,
+    spans: Sequence[Span],
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q and of the keys and values that are rebuilt."""
+    grads = empty_gradients_from_latent(q, latent, dout)
+    return _backward(dout, delta, q, _Rebuilt(latent, weight, dout.shape[3], q.shape[2]), lse, grads, spans, scale)
+
+
+class _Given:
+    """Keys [B, Sk, hk, Dqk] and values [B, Sk, hk, Dv]."""
+
+    def __init__(self, k: Tensor, v: Tensor) -> None:
+        self.first, self.second = _rows(k), _rows(v)
+        self.heads, self.v_width = v.shape[2:]
+        self.k_rows, self.rank, self.nope_width = k.shape[1], 0, 0
+
+
+class _Rebuilt:
+    """Keys and values that are rebuilt from latents [B, Sk, rank + rope] and a weight [h * (nope + Dv), rank]."""
+
+    def __init__(self, latent: Tensor, weight: Tensor, v_width: int, heads: int) -> None:
+        by_head = weight.unflatten(0, (heads, -1))
+        self.first = _Rows(_address(latent), latent.stride(0), latent.stride(1), 0)
+        self.second = _Rows(_address(by_head), 0, by_head.stride(1), by_head.stride(0))
+        self.heads, self.v_width = heads, v_width
+        self.k_rows, self.rank, self.nope_width = latent.shape[1], weight.shape[1], by_head.shape[1] - v_width
+
+
+def _forward(q: Tensor, keys: _Given | _Rebuilt, spans: Sequence[Span], scale: float) -> tuple[Tensor, Tensor]:
+    out = empty_rows(q, q.shape[2], keys.v_width, q.dtype)
+    lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
+    problem, half = _problem(q, keys, spans, scale), q.dtype == torch.bfloat16
+    library = _loaded()
+    _scratch = _lend(problem, library.laga_forward_scratch(byref(problem), half))
+    if not isinstance(q, FakeTensor):  # a trace of memory looks in here
+        rows = (byref(x) for x in (_rows(q), keys.first, keys.second, _rows(out)))
+        library.laga_forward(byref(problem), half, *rows, c_void_p(lse.data_ptr()))
+    return out, lse
+
+
+def _backward(
+    dout: Tensor,
+    delta: Tensor,
+    q: Tensor,
+    keys: _Given | _Rebuilt,
+    lse: Tensor,
+    grads: tuple[Tensor, Tensor, Tensor],
+    spans: Sequence[Span],
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    lse, delta = lse.contiguous(), delta.contiguous()
+    problem, half = _problem(q, keys, spans, scale), q.dtype == torch.bfloat16
+    library = _loaded()
+    _scratch = _lend(problem, library.laga_backward_scratch(byref(problem), half))
+    if isinstance(q, FakeTensor):
+        return grads
+    inputs = (byref(x) for x in (_rows(q), keys.first, keys.second))
+    outputs = (byref(_rows(x)) for x in grads)
+    library.laga_backward(
+        byref(problem),
+        half,
+        grads[1].dtype == torch.float32,
+        byref(_rows(dout)),
+        c_void_p(delta.data_ptr()),
+        *inputs,
+        c_void_p(lse.data_ptr()),
+        *outputs,
+    )
+    return grads
+
+
+def _rows(x: Tensor) -> _Rows:
+    return _Rows(_address(x), x.stride(0), x.stride(1), x.stride(2))
+
+
+def _address(x: Tensor) -> int:
+    return 0 if isinstance(x, FakeTensor) else x.data_ptr()
+
+
+def _problem(q: Tensor, keys: _Given | _Rebuilt, spans: Sequence[Span], scale: float) -> _Problem:
+    batch, q_rows, heads, qk_width = q.shape
+    packed = pack_spans(live(spans))
+    sizes = (batch, q_rows, keys.k_rows, heads, keys.heads, qk_width, keys.v_width, keys.rank, keys.nope_width)
+    span_array = (c_int64 * len(packed))(*packed)
+    return _Problem(*sizes, len(packed) // SPAN_FIELDS, span_array, scale, torch.get_num_threads())
+
+
+def _lend(problem: _Problem, nbytes: int) -> Tensor:
+    """Scratch for every thread: a tensor, so that who watches memory sees it; to be kept until the call is over."""
+    scratch = torch.empty(nbytes * problem.threads + _ALIGNMENT, dtype=torch.uint8)
+    problem.scratch = -(-_address(scratch) // _ALIGNMENT) * _ALIGNMENT
+    return scratch
+
+
+def _loaded() -> ctypes.CDLL:
+    library = _library()
+    if library is None:
+        raise RuntimeError(f"the avx512 kernel cannot run here: {missing(torch.float32)}")
+    return library
+
+
+define_operators("avx512", forward, backward)
+define_latent_operators("avx512", forward_from_latent, backward_from_latent)

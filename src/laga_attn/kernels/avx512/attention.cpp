@@ -1,0 +1,37 @@
+// Attention for CPUs with AVX-512, forward and backward, in float32 and bfloat16.
+//
+// One work item is one head of one batch entry; threads take items in turn and share nothing, so results do not depend
+// on their number. Scores, sums and gradients stay in float32; weights and dS are rounded to the input dtype before they
+// meet another matrix, as in FlashAttention-2 (https://arxiv.org/abs/2307.08691). Keys and values are packed, and rebuilt
+// where latents are given, a few rows at a time, so that those of a whole head exist nowhere.
+
+#include "backward.h"
+#include "forward.h"
+
+#pragma GCC visibility push(default)
+extern "C" {
+
+i64 laga_forward_scratch(const Problem* p, bool half) {
+    const Arena none{nullptr};
+    return (half ? Forward<bf16>(*p, none).end : Forward<float>(*p, none).end) - none.next;
+}
+
+i64 laga_backward_scratch(const Problem* p, bool half) {
+    const Arena none{nullptr};
+    return (half ? Backward<bf16>(*p, none).end : Backward<float>(*p, none).end) - none.next;
+}
+
+void laga_forward(const Problem* p, bool half, const Rows* q, const Rows* k, const Rows* v, const Rows* out,
+                  float* lse) {
+    (half ? forward<bf16> : forward<float>)(*p, *q, *k, *v, *out, lse);
+}
+
+// `wide`: dk and dv are float32.
+void laga_backward(const Problem* p, bool half, bool wide, const Rows* dout, const float* delta, const Rows* q,
+                   const Rows* k, const Rows* v, const float* lse, const Rows* dq, const Rows* dk, const Rows* dv) {
+    auto run = !half ? backward<float, float> : wide ? backward<bf16, float> : backward<bf16, bf16>;
+    run(*p, *dout, delta, *q, *k, *v, lse, *dq, *dk, *dv);
+}
+
+}  // extern "C"
+#pragma GCC visibility pop

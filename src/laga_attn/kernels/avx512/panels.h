@@ -1,0 +1,173 @@
+// Panels: packed matrices, and the one matrix product that all of attention is made of, C[M, 64] += A[M, K] B[K, 64],
+// with 24 registers of C.
+//
+// A *word* is 32 bits: one float32, or two bfloat16 that are neighbours along the summed dim, which is what
+// VDPBF16PS multiplies and adds. A *panel* is 64 columns of B, stored word by word: [words][64].
+
+#pragma once
+
+#include <immintrin.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <initializer_list>
+
+namespace {
+
+using i64 = std::int64_t;
+using word = std::uint32_t;
+struct bf16 {
+    std::uint16_t bits;
+};
+
+constexpr i64 PANEL = 64;
+template <class T>
+constexpr i64 PER_WORD = sizeof(word) / sizeof(T);
+
+constexpr i64 ceil_div(i64 a, i64 b) { return (a + b - 1) / b; }
+constexpr i64 round_up(i64 a, i64 b) { return ceil_div(a, b) * b; }
+
+// ---- elements ------------------------------------------------------------------------------------------------
+
+inline void store(float* to, __m512 x, __mmask16 mask) { _mm512_mask_storeu_ps(to, mask, x); }
+inline void store(bf16* to, __m512 x, __mmask16 mask) {
+    _mm256_mask_storeu_epi16(to, mask, (__m256i)_mm512_cvtneps_pbh(x));
+}
+
+inline __mmask16 first_lanes(i64 n) { return n >= 16 ? 0xffff : n <= 0 ? 0 : __mmask16((1u << n) - 1); }
+
+inline __m512i lane_offsets(i64 stride) {
+    const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    return _mm512_mullo_epi32(lanes, _mm512_set1_epi32(int(stride)));
+}
+
+// 2^x for x up to 126 or so; 0 below -150. Taylor's series on [-1/2, 1/2], error 1.2e-7.
+inline __m512 exp2(__m512 x) {
+    x = _mm512_max_ps(_mm512_set1_ps(-151.0f), x);  // in this order NaN passes
+    __m512 whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    __m512 f = _mm512_sub_ps(x, whole);
+    __m512 y = _mm512_set1_ps(1.5403530393e-4f);
+    for (float c : {1.3333558146e-3f, 9.6181291076e-3f, 5.5504108665e-2f, 2.4022650696e-1f, 6.9314718056e-1f, 1.0f})
+        y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(c));
+    return _mm512_scalef_ps(y, whole);
+}
+
+// ---- packing -------------------------------------------------------------------------------------------------
+
+// Rows as columns of a panel: to[w][n] = word w of row n, 0 for rows from `rows` on.
+template <class T>
+void pack_columns(const T* from, i64 stride, i64 rows, i64 words, word* to) {
+    const __m512i offsets = lane_offsets(stride * i64(sizeof(T)));
+    for (i64 n = 0; n < PANEL; n += 16) {
+        const __mmask16 mask = first_lanes(rows - n);
+        const char* base = reinterpret_cast<const char*>(from + n * stride);
+        for (i64 w = 0; w < words; ++w) {
+            const __m512i x = mask ? _mm512_mask_i32gather_epi32(_mm512_setzero_si512(), mask, offsets, base + 4 * w, 1)
+                                   : _mm512_setzero_si512();
+            _mm512_storeu_si512(to + w * PANEL + n, x);
+        }
+    }
+}
+
+// 16 columns of row (pair) `w` as words; elements outside `rows` or `columns` are 0.
+inline __m512i load_words(const float* from, i64 stride, i64 w, i64 rows, __mmask16 columns) {
+    return w < rows ? _mm512_castps_si512(_mm512_maskz_loadu_ps(columns, from + w * stride)) : _mm512_setzero_si512();
+}
+inline __m512i interleave(__m256i even, __m256i odd) {
+    return _mm512_or_si512(_mm512_cvtepu16_epi32(even), _mm512_slli_epi32(_mm512_cvtepu16_epi32(odd), 16));
+}
+inline __m512i load_words(const bf16* from, i64 stride, i64 w, i64 rows, __mmask16 columns) {
+    const bf16* row = from + 2 * w * stride;
+    const __m256i zero = _mm256_setzero_si256();
+    return interleave(2 * w < rows ? _mm256_maskz_loadu_epi16(columns, row) : zero,
+                      2 * w + 1 < rows ? _mm256_maskz_loadu_epi16(columns, row + stride) : zero);
+}
+
+// Rows summed over, in panels of columns: panel p, word w, column n = word of rows at column 64 p + n.
+// `panel_words` words lie between panels; words of rows from `rows` on, up to `words`, are 0.
+template <class T>
+void pack_rows(const T* from, i64 stride, i64 rows, i64 width, i64 words, word* to, i64 panel_words) {
+    for (i64 p = 0; p * PANEL < width; ++p)
+        for (i64 w = 0; w < words; ++w)
+            for (i64 n = 0; n < PANEL; n += 16) {
+                const i64 column = p * PANEL + n;
+                const __mmask16 mask = first_lanes(width - column);
+                const __m512i x = mask ? load_words(from + column, stride, w, rows, mask) : _mm512_setzero_si512();
+                _mm512_storeu_si512(to + (p * panel_words + w) * PANEL + n, x);
+            }
+}
+
+// The transpose as rows of A: to[d][w] = word of rows at column d.
+template <class T>
+void transpose(const T* from, i64 stride, i64 rows, i64 width, word* to, i64 to_stride) {
+    alignas(64) word column[16];
+    for (i64 w = 0; w * PER_WORD<T> < rows; ++w)
+        for (i64 d = 0; d < width; d += 16) {
+            const __mmask16 mask = first_lanes(width - d);
+            _mm512_store_si512(column, load_words(from + d, stride, w, rows, mask));
+            for (i64 i = 0; i < std::min<i64>(16, width - d); ++i) to[(d + i) * to_stride + w] = column[i];
+        }
+}
+
+// ---- the matrix product --------------------------------------------------------------------------------------
+
+template <class T>
+inline __m512 multiply_add(__m512 sum, __m512i a, __m512i b);
+template <>
+inline __m512 multiply_add<float>(__m512 sum, __m512i a, __m512i b) {
+    return _mm512_fmadd_ps(_mm512_castsi512_ps(a), _mm512_castsi512_ps(b), sum);
+}
+template <>
+inline __m512 multiply_add<bf16>(__m512 sum, __m512i a, __m512i b) {
+    return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b);
+}
+
+template <class T, int M, bool ADD>
+inline void multiply_rows(const char* a, i64 a_bytes, const word* b, i64 words, float* c, i64 c_stride) {
+    __m512 sum[M][4];
+#pragma GCC unroll 8
+    for (int m = 0; m < M; ++m)
+#pragma GCC unroll 4
+        for (int j = 0; j < 4; ++j) sum[m][j] = _mm512_setzero_ps();
+    for (i64 w = 0; w < words; ++w, b += PANEL, a += 4) {
+        __m512i column[4];
+#pragma GCC unroll 4
+        for (int j = 0; j < 4; ++j) column[j] = _mm512_loadu_si512(b + 16 * j);
+#pragma GCC unroll 8
+        for (int m = 0; m < M; ++m) {
+            int x;
+            std::memcpy(&x, a + m * a_bytes, 4);
+            const __m512i row = _mm512_set1_epi32(x);
+#pragma GCC unroll 4
+            for (int j = 0; j < 4; ++j) sum[m][j] = multiply_add<T>(sum[m][j], row, column[j]);
+        }
+    }
+#pragma GCC unroll 8
+    for (int m = 0; m < M; ++m)
+#pragma GCC unroll 4
+        for (int j = 0; j < 4; ++j) {
+            float* to = c + m * c_stride + 16 * j;
+            // Added last: what is small meets what is large once, not word by word.
+            _mm512_storeu_ps(to, ADD ? _mm512_add_ps(_mm512_loadu_ps(to), sum[m][j]) : sum[m][j]);
+        }
+}
+
+// C[rows, 64] = A B, or C += A B. A has rows of words, `a_stride` elements apart; B is a panel.
+template <class T, bool ADD>
+void multiply(i64 rows, const void* a, i64 a_stride, const word* b, i64 words, float* c, i64 c_stride) {
+    const i64 a_bytes = a_stride * i64(sizeof(T));
+    const char* row = static_cast<const char*>(a);
+    i64 m = 0;
+    for (; m + 6 <= rows; m += 6, row += 6 * a_bytes, c += 6 * c_stride)
+        multiply_rows<T, 6, ADD>(row, a_bytes, b, words, c, c_stride);
+    switch (rows - m) {
+        case 5: multiply_rows<T, 5, ADD>(row, a_bytes, b, words, c, c_stride); break;
+        case 4: multiply_rows<T, 4, ADD>(row, a_bytes, b, words, c, c_stride); break;
+        case 3: multiply_rows<T, 3, ADD>(row, a_bytes, b, words, c, c_stride); break;
+        case 2: multiply_rows<T, 2, ADD>(row, a_bytes, b, words, c, c_stride); break;
+        case 1: multiply_rows<T, 1, ADD>(row, a_bytes, b, words, c, c_stride); break;
+    }
+}
+
+}  // namespace
