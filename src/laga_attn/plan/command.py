@@ -171,7 +171,7 @@ def _show(
     if steps:
         console.print(step_table(steps, work, device))
     console.print(f"Recommended: {reason}", highlight=False)
-    console.print(automatic(work), highlight=False)
+    console.print(automatic(work, device), highlight=False)
     console.print("\nAssumptions", style="dim")
     for line in assumptions(device, rows):
         console.print(f"  {line}", style="dim", highlight=False)

@@ -10,6 +10,7 @@ from rich import box
 from rich.table import Table
 
 from laga_attn.auto import FLOPS_PER_PORT_BYTE, choose
+from laga_attn.plan.cost import flops_per_port_byte
 from laga_attn.plan.figures import RankFigures
 from laga_attn.plan.hardware import Hardware
 from laga_attn.plan.step import ADAM_BYTES, StepFigures
@@ -37,14 +38,20 @@ def headline(workload: Workload, hardware: Hardware) -> str:
     )
 
 
-def automatic(workload: Workload) -> str:
-    """What `scheme="auto"` takes, which knows neither this hardware nor its memory, only a typical link."""
-    scheme, degree = choose(
-        workload.dims, workload.layout, causal=True, itemsize=workload.itemsize, batch=workload.batch
-    )
+def automatic(workload: Workload, hardware: Hardware) -> str:
+    """What `scheme="auto"` takes when it is told of this hardware's link, and when it is not."""
+
+    def choice(rate: float) -> str:
+        scheme, degree = choose(
+            workload.dims, workload.layout, causal=True, itemsize=workload.itemsize, batch=workload.batch,
+            flops_per_port_byte=rate,
+        )  # fmt: skip
+        return f"{scheme} U={degree}"
+
+    rate = float(f"{flops_per_port_byte(workload, hardware):.2g}")
     return (
-        f'scheme="auto" takes {scheme} U={degree} on devices: the least bytes and FLOPs, at '
-        f"{FLOPS_PER_PORT_BYTE:g} FLOPs to a byte"
+        f'scheme="auto" takes {choice(rate)} with ContextParallel(flops_per_port_byte={rate:.0f}), which is this '
+        f"hardware's, and {choice(FLOPS_PER_PORT_BYTE)} by default ({FLOPS_PER_PORT_BYTE:.0f}); it ignores memory"
     )
 
 
@@ -149,7 +156,7 @@ def as_json(
         "rows": [_row(row) for row in rows],
         "recommended": None if best is None else rows.index(best),
         "reason": reason,
-        "auto": automatic(workload),
+        "auto": automatic(workload, hardware),
         "steps": [
             {
                 **dataclasses.asdict(step),

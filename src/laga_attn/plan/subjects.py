@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Final
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from laga_attn.grid import ContextParallel
 from laga_attn.kernels import KernelName
 from laga_attn.module import MultiheadLatentAttention
 from laga_attn.plan.figures import Message, RankFigures, figures_of
@@ -28,7 +30,7 @@ def trace_layer(workload: Workload, candidate: Candidate, rank: int) -> RankFigu
     """Forward and backward of one `MultiheadLatentAttention` on one context-parallel rank."""
     dtype = DTYPES[workload.dtype]
     degree, two_level = candidate.ulysses_degree, candidate.two_level
-    with fake_ranks(workload.cp, rank, degree, two_level=two_level) as cp, FakeTensorMode(), Trace() as trace:
+    with _planned(workload, rank, degree, two_level) as (cp, trace):
         layer = MultiheadLatentAttention(
             workload.layer, cp=cp, scheme=candidate.scheme, save=candidate.save, kernel=_KERNEL, dtype=dtype
         )
@@ -60,7 +62,7 @@ def trace_model(
 
     config = AutoConfig.for_model(**_shard(hf, workload.tp, dense, sparse))
     degree, two_level = candidate.ulysses_degree, candidate.two_level
-    with fake_ranks(workload.cp, rank, degree, two_level=two_level) as cp, FakeTensorMode(), Trace() as trace:
+    with _planned(workload, rank, degree, two_level) as (cp, trace):
         build: Any = AutoModelForCausalLM.from_config
         model = build(config, dtype=DTYPES[workload.dtype], experts_implementation="grouped_mm")
         parallelize(model, cp=cp, scheme=candidate.scheme, save=candidate.save, kernel=_KERNEL)
@@ -73,6 +75,24 @@ def trace_model(
         trace.watch([parameter.grad for parameter in model.parameters()], "gradient")
     figures = figures_of(trace, workload, rank)
     return replace(figures, messages=(*figures.messages, *_tensor_parallel(workload) * (dense + sparse)))
+
+
+@contextmanager
+def _planned(
+    workload: Workload, rank: int, ulysses_degree: int, two_level: bool
+) -> Iterator[tuple[ContextParallel, Trace]]:
+    """A rank of the cluster that is planned for, on which nothing depends on the machine that plans."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # the heads that a single rank on a CPU takes at a time follow its threads
+    try:
+        with (
+            fake_ranks(workload.cp, rank, ulysses_degree, two_level=two_level) as cp,
+            FakeTensorMode(),
+            Trace() as trace,
+        ):
+            yield cp, trace
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _shard(hf: Mapping[str, Any], tp: int, dense: int, sparse: int) -> dict[str, Any]:
