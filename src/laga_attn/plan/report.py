@@ -114,7 +114,7 @@ def step_table(steps: Sequence[StepFigures], workload: Workload, hardware: Hardw
 
 
 def _new_table(caption: str, words: Sequence[str], numbers: Sequence[str]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), caption=caption, caption_justify="left")
+    table = Table(box=box.SIMPLE_HEAD, padding=0, caption=caption, caption_justify="left")
     for name in words:
         table.add_column(name, no_wrap=True)
     for name in numbers:
