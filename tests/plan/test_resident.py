@@ -16,9 +16,7 @@ GLIBC = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's books are those of Linux")
-@pytest.mark.parametrize(
-    ("scheme", "dtype"), [("laga", "float32"), ("explicit", "float32"), ("absorbed", "bfloat16")]
-)
+@pytest.mark.parametrize(("scheme", "dtype"), [("laga", "float32"), ("explicit", "float32"), ("absorbed", "bfloat16")])
 def test_the_traced_peak_is_the_resident_high_water_mark_of_a_process(scheme, dtype):
     paths = os.pathsep.join([str(REPOSITORY / "src"), str(REPOSITORY)])
     environment = {**os.environ, **GLIBC, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}

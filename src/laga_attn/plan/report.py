@@ -31,10 +31,11 @@ _NOTES: Final = (
 def headline(workload: Workload, hardware: Hardware) -> str:
     """What is planned, in a line."""
     nodes = -(-workload.devices // workload.devices_per_node)
-    sizes = f"cp {workload.cp} x tp {workload.tp} x dp {workload.dp} = {workload.devices} devices on {nodes} nodes"
+    sizes = f"cp {workload.cp} x tp {workload.tp} x dp {workload.dp} = {workload.devices} devices"
+    on = "one node" if nodes == 1 else f"{nodes} nodes"
     return (
         f"one MLA layer, {workload.cfg.num_attention_heads} heads, {workload.seq_len:,} tokens x batch "
-        f"{workload.batch}, {workload.dtype}; {sizes} of {hardware.title}"
+        f"{workload.batch}, {workload.dtype}; {sizes} on {on} of {hardware.title}"
     )
 
 
