@@ -89,8 +89,8 @@ REFUSED = {
     "tokens": (("--seq-len", "8Q"), "--seq-len 8Q: give a number of tokens such as 131072, 128K or 1M"),
     "chunks": ((*V3, "--cp", "3"), "--cp 3 does not divide 8192 tokens into the 2 x 3 chunks of the zigzag layout; "
                "choose --seq-len 8190, or --cp out of 1, "),
-    "half a chunk": (("--model", "tiny", "--seq-len", "8196", "--cp", "4"), "--cp 4 does not divide 8196 tokens into the "
-                     "2 x 4 chunks of the zigzag layout; choose --seq-len 8192, or --cp out of 1, 2, 3, 6, 683"),
+    "half a chunk": (("--model", "tiny", "--seq-len", "8196", "--cp", "4"), "--cp 4 does not divide 8196 tokens into "
+                     "the 2 x 4 chunks of the zigzag layout; choose --seq-len 8192, or --cp out of 1, 2, 3, 6, 683"),
     "no ranks": ((*V3, "--cp", "0"), "--cp must be at least 1, got 0"),
     "no devices": ((*V3, "--gpus-per-node", "0"), "--gpus-per-node must be at least 1, got 0"),
     "heads over tp": ((*V3, "--tp", "3"), "--tp 3 does not divide the model's 128 heads; choose one of 1, 2, 4, 8, "),
