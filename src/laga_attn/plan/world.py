@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from laga_attn.grid import ContextParallel
 
-__all__ = ["EmptyMessages", "fake_ranks"]
+__all__ = ["EmptyMessages", "empty_message", "fake_ranks"]
 
 
 @contextmanager
@@ -46,6 +46,11 @@ def fake_ranks(
         dist.destroy_process_group()
 
 
+def empty_message(args: Sequence[Any]) -> Any:
+    """What `c10d::alltoall_` returns once it is done, nothing having moved."""
+    return args[0], FakeWork().boxed()
+
+
 class EmptyMessages(TorchDispatchMode):
     """Lets tensors with data run on fake ranks: what an all-to-all would bring is zero.
 
@@ -56,5 +61,5 @@ class EmptyMessages(TorchDispatchMode):
         if func is torch.ops.c10d.alltoall_.default:
             for received in args[0]:
                 received.zero_()
-            return args[0], FakeWork().boxed()
+            return empty_message(args)
         return func(*args, **(kwargs or {}))
