@@ -27,6 +27,10 @@ def test_layers_that_are_computed_equal_layers_that_are_traced(scheme, degree, s
     assert step.port_bytes == whole.port_bytes
     assert step.flops == whole.total_flops
     assert step.peak_bytes == pytest.approx(whole.peak_bytes, rel=1e-3)
+    assert step.activation_bytes == pytest.approx(whole.activation_bytes, rel=1e-3)
+    # What is kept lives when backward starts, and no gradient of a parameter does yet.
+    assert step.activation_bytes > step.saved_bytes
+    assert step.activation_bytes > step.peak_bytes - 2 * step.parameter_bytes
 
 
 def test_a_decoder_layer_moves_what_its_attention_moves_and_computes_more():
