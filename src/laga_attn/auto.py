@@ -1,8 +1,8 @@
 """`scheme="auto"`: the scheme and the Ulysses degree with the least bytes-and-FLOPs cost.
 
 The rule: cost = port bytes + FLOPs / F, of the busiest rank, forward plus backward, with F the FLOPs that a device does
-while one byte goes through its port. Both come from the closed forms of the planner (`laga_attn.plan.formulas`), which
-count what the code does.
+while one byte goes through its port; of bytes sent and received the larger count. Both come from the closed forms of
+the planner (`laga_attn.plan.formulas`), which count what the code does.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Final, cast
 
 from laga_attn.attention_plan import SAVE_POLICIES, LatentDims, Save, Scheme
 from laga_attn.layout import SequenceLayout
-from laga_attn.plan.formulas import busiest_view, flop_count, port_bytes, port_elements
+from laga_attn.plan.formulas import busier_way, busy_ranks, flop_count, port_elements
 
 __all__ = [
     "CPU_FLOPS_PER_PORT_BYTE",
@@ -41,16 +41,20 @@ _SCHEMES: Final[tuple[Scheme, ...]] = ("laga", "explicit", "absorbed")  # of equ
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """One candidate: bytes through the port and FLOPs of the busiest rank, forward plus backward."""
+    """One candidate: bytes through the port and FLOPs, forward plus backward, of each rank that may be the busiest."""
 
     scheme: Scheme
     ulysses_degree: int
-    port_bytes: int
-    flops: int
+    ranks: tuple[tuple[int, int], ...]
+
+    @property
+    def port_bytes(self) -> int:
+        """Of the rank that moves most."""
+        return max(moved for moved, _ in self.ranks)
 
     def total(self, flops_per_port_byte: float) -> float:
-        """In bytes."""
-        return self.port_bytes + self.flops / flops_per_port_byte
+        """Of the slowest rank, which the others wait for; in bytes."""
+        return max(moved + flops / flops_per_port_byte for moved, flops in self.ranks)
 
 
 def flops_per_port_byte(given: float | None, device: str) -> float:
@@ -88,10 +92,14 @@ def estimate(
         save: a policy that the scheme has, or `"auto"` for its default.
     """
     policy = SAVE_POLICIES[scheme][0] if save == "auto" else cast(Save, save)
-    view = busiest_view(layout, ulysses_degree, causal, window)
-    moved = port_bytes(scheme, policy, dims, view, ulysses_degree, batch=batch, itemsize=itemsize)
-    flops = flop_count(scheme, policy, dims, view, ulysses_degree, batch=batch)
-    return Cost(scheme, ulysses_degree, moved.total, flops.total)
+    ranks = tuple(
+        (
+            busier_way(scheme, policy, dims, view, sent, ulysses_degree, batch=batch, itemsize=itemsize),
+            flop_count(scheme, policy, dims, view, ulysses_degree, batch=batch).total,
+        )
+        for view, sent in busy_ranks(layout, ulysses_degree, causal, window)
+    )
+    return Cost(scheme, ulysses_degree, ranks)
 
 
 @lru_cache(maxsize=_CACHED)

@@ -6,7 +6,7 @@ moves the same bytes, rounds once and repeats bit for bit on every backend.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 from laga_attn.grid import ContextParallel
 from laga_attn.traffic import Phase, Record, record
 
-__all__ = ["Pending", "all_gather_rows", "exchange_rows"]
+__all__ = ["Pending", "all_gather_rows", "exchange_rows", "split_rows"]
 
 T = TypeVar("T")
 
@@ -117,13 +117,20 @@ def exchange_rows(
         work = dist.all_to_all_single(out, packed, list(recv_rows), send_rows, group=cp.group, async_op=True)
         return _started(out, work, packed, cp)
     # The list form reads the pieces where they lie. Our own piece is copied here and left out of the message.
-    receive = list(torch.split(out, list(recv_rows)))
+    receive = split_rows(out, recv_rows)
     receive[me].copy_(send[me])
     receive[me] = out[:0]
     pieces = [piece.contiguous() for piece in send]
     pieces[me] = pieces[me][:0]
     work = dist.all_to_all(receive, pieces, group=cp.group, async_op=True)
     return _started(out, work, pieces, cp)
+
+
+def split_rows(x: Tensor, rows: Sequence[int]) -> list[Tensor]:
+    """Cut `x` along dim 0 into views of so many rows. Those of no rows are one object: there may be hundreds."""
+    parts = iter(x.split([count for count in rows if count]) if any(rows) else ())
+    nothing = x[:0]
+    return [next(parts) if count else nothing for count in rows]
 
 
 def _started(out: Tensor, work: dist.Work | None, sending: object, cp: ContextParallel) -> Pending[Tensor]:
@@ -155,15 +162,17 @@ def _check_exchange(send: Sequence[Tensor], recv_rows: Sequence[int], cp: Contex
                 f"{what}: {name} has {pieces} entries for {cp.size} ranks; give one for every rank "
                 "(zero rows for a rank that takes no part)"
             )
-    for piece in send:
+    distinct = {id(piece): piece for piece in send}.values()  # ranks that take no part may share one empty piece
+    for piece in distinct:
         _check_tensor(piece, cp, what)
-    for name, values in (
-        ("trailing shapes", [tuple(piece.shape[1:]) for piece in send]),
-        ("dtypes", [piece.dtype for piece in send]),
-        ("devices", [piece.device for piece in send]),
-    ):
-        if any(value != values[0] for value in values):
-            found = ", ".join(str(value) for value in values)
+    properties: tuple[tuple[str, Callable[[Tensor], object]], ...] = (
+        ("trailing shapes", lambda piece: tuple(piece.shape[1:])),
+        ("dtypes", lambda piece: piece.dtype),
+        ("devices", lambda piece: piece.device),
+    )
+    for name, value in properties:
+        if len({value(piece) for piece in distinct}) > 1:
+            found = ", ".join(str(value(piece)) for piece in send)
             raise ValueError(f"{what}: the pieces for ranks 0, 1, ... must have equal {name}, not {found}")
     if any(rows < 0 for rows in recv_rows):
         raise ValueError(f"{what}: recv_rows {list(recv_rows)} has a negative count; use 0 for nothing")

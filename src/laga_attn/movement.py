@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from laga_attn.collectives import all_gather_rows, exchange_rows
+from laga_attn.collectives import all_gather_rows, exchange_rows, split_rows
 from laga_attn.grid import ContextParallel
-from laga_attn.routing import Routing, Rows, TokenRoute, heads_of
+from laga_attn.routing import Routing, Rows, TokenRoute, heads_of, members_of
 from laga_attn.traffic import Phase
 
 __all__ = [
@@ -54,7 +54,7 @@ def take(x: Tensor, rows: Rows | None) -> Tensor:
 def add_rows(total: Tensor, rows: Rows, part: Tensor) -> None:
     """`total[rows] += part`, in the dtype of `total`; rows are distinct, so the order of additions is fixed."""
     if isinstance(rows, slice):
-        total[rows] += part
+        total[rows].add_(part)  # not `+=`, which would assign the view to itself afterwards
     else:
         total.index_add_(0, _tensor(rows, total.device), part.to(total.dtype))
 
@@ -76,10 +76,10 @@ def send_heads(
     rows = take(x.transpose(0, 1), routing.real)  # [n, B, H, D]
     if ulysses_degree == 1:
         return lambda: rows[:, :, group].transpose(0, 1)
-    pieces = [
-        take(rows[:, :, _heads(peer, group, ulysses_degree, x.shape[2])], routing.queries.send[peer])
-        for peer in range(cp.size)
-    ]
+    pieces = [rows[:0, :, group]] * cp.size  # one empty view for all strangers: there may be hundreds
+    for peer in members_of(cp.rank, ulysses_degree):
+        heads = _heads(peer, group, ulysses_degree, x.shape[2])
+        pieces[peer] = take(rows[:, :, heads], routing.queries.send[peer])
     pending = exchange_rows(pieces, routing.queries.received, cp, kind=kind, phase=phase)
     return lambda: take(pending.wait(), routing.queries.order).transpose(0, 1)
 
@@ -174,12 +174,9 @@ def cut_key_grads(grad: Tensor, routes: Sequence[TokenRoute], dtype: torch.dtype
     """
     route = routes[-1]
     if route.inverse is None:
-        return [piece.to(dtype) for piece in grad.split(list(route.received))]
-    ends = np.cumsum(route.received)
-    return [
-        take(grad, route.inverse[end - rows : end]).to(dtype)
-        for end, rows in zip(ends.tolist(), route.received, strict=True)
-    ]
+        return [piece.to(dtype) for piece in split_rows(grad, route.received)]
+    places = split_rows(_tensor(route.inverse, grad.device), route.received)
+    return [grad.index_select(0, rows).to(dtype) for rows in places]
 
 
 def return_key_grads(
@@ -213,12 +210,12 @@ def _return(
     pieces: list[Tensor], route: TokenRoute, cp: ContextParallel, kind: str, phase: Phase
 ) -> Callable[[], list[Tensor]]:
     pending = exchange_rows(pieces, route.sent, cp, kind=kind, phase=phase)
-    return lambda: list(pending.wait().split(list(route.sent)))
+    return lambda: split_rows(pending.wait(), route.sent)
 
 
 def _in_arrival_order(rows: Tensor, route: TokenRoute) -> list[Tensor]:
     """Final rows put back in order of arrival and cut by the rank that they came from."""
-    return list(take(rows, route.inverse).split(list(route.received)))
+    return split_rows(take(rows, route.inverse), route.received)
 
 
 def put(local: Tensor, rows: Rows, part: Tensor) -> None:

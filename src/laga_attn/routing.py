@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from laga_attn.layout import Index, SequenceLayout
 from laga_attn.spans import Span
 
-__all__ = ["KeySegment", "Routing", "Rows", "TokenRoute", "heads_of", "route_tokens"]
+__all__ = ["KeySegment", "Routing", "Rows", "TokenRoute", "heads_of", "members_of", "route_tokens"]
 
 Rows = slice | Index  # a slice where the rows are consecutive, so that picking them is a view
 
@@ -88,6 +88,12 @@ def heads_of(rank: int, ulysses_degree: int, num_heads: int) -> slice:
     each = num_heads // ulysses_degree
     member = rank % ulysses_degree
     return slice(member * each, (member + 1) * each)
+
+
+def members_of(rank: int, ulysses_degree: int) -> range:
+    """The ranks of `rank`'s Ulysses group."""
+    first = rank // ulysses_degree * ulysses_degree
+    return range(first, first + ulysses_degree)
 
 
 @lru_cache(maxsize=_CACHED_ROUTINGS)

@@ -68,7 +68,7 @@ def _predicted(case: Case, layout: laga.SequenceLayout, scheme: str, rank: int, 
         weight = torch.empty(case.heads * (case.nope + case.v), case.rank, requires_grad=True)
         out, lse = laga.latent_attention(
             *leaves, weight, layout=layout, cp=cp, scheme=scheme, qk_nope_head_dim=case.nope, v_head_dim=case.v,
-            return_lse=True,
+            return_lse=True, kernel="blockwise",
         )  # fmt: skip
         torch.autograd.backward((out, lse), (torch.empty_like(out), torch.empty_like(lse)))
     return ledger.records

@@ -6,14 +6,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import FakeWork
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import laga_attn as laga
 from laga_attn.attention_plan import LatentDims
 from laga_attn.plan.trace import Trace
-from laga_attn.plan.world import fake_ranks
+from laga_attn.plan.world import EmptyMessages, fake_ranks
 
 __all__ = ["SMALL", "V3", "Call", "trace_call"]
 
@@ -46,7 +44,7 @@ def trace_call(call: Call, *, real: bool = False, look_inside: bool = False) -> 
     layout, dims = call.layout, call.dims
     with (
         fake_ranks(layout.cp_size, call.rank, call.degree, two_level=call.two_level) as cp,
-        _CollectivesLeftOut() if real else FakeTensorMode(),
+        EmptyMessages() if real else FakeTensorMode(),
         Trace(look_inside=look_inside) as trace,
     ):
 
@@ -65,19 +63,9 @@ def trace_call(call: Call, *, real: bool = False, look_inside: bool = False) -> 
         out = laga.latent_attention(
             *inputs, weight, layout=layout, cp=cp, scheme=call.scheme, save=call.save, causal=call.causal,
             window=call.window, qk_nope_head_dim=dims.qk_nope_head_dim, v_head_dim=dims.v_head_dim,
+            kernel="blockwise",
         )  # fmt: skip
         trace.start_backward(out)
         out.backward(torch.zeros_like(out))
         trace.watch([leaf.grad for leaf in (*inputs, weight)], "gradient")
     return trace
-
-
-class _CollectivesLeftOut(TorchDispatchMode):
-    """The fake process group copies what it is given into what it should receive, which needs equal sizes."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.c10d.alltoall_.default:
-            for received in args[0]:
-                received.zero_()
-            return args[0], FakeWork().boxed()
-        return func(*args, **(kwargs or {}))

@@ -16,7 +16,7 @@ from typer import Option
 
 from laga_attn.attention_plan import SCHEMES
 from laga_attn.plan.hardware import Hardware, load_hardware
-from laga_attn.plan.report import as_json, assumptions, headline, layer_table, step_table
+from laga_attn.plan.report import as_json, assumptions, automatic, headline, layer_table, step_table
 from laga_attn.plan.step import StepFigures, layers_of, trace_step
 from laga_attn.plan.sweep import Row, recommend, sweep
 from laga_attn.plan.workload import Workload, candidates, load_model, parse_tokens
@@ -128,12 +128,12 @@ def plan(
             return
         device = load_hardware(hardware)
         hf, cfg = load_model(model)
-        work = Workload(
-            cfg, parse_tokens(seq_len), cp, tp, dp, batch, gpus_per_node or int(device.devices_per_node.value), dtype
-        )
+        per_node = int(device.devices_per_node.value) if gpus_per_node is None else gpus_per_node
+        work = Workload(cfg, parse_tokens(seq_len), cp, tp, dp, batch, per_node, dtype)
         _check_nodes(work, nodes)
         chosen = candidates(work, _choice("--scheme", scheme, SCHEMES), ulysses_degree, _choice("--save", save, _SAVES))
         traced = _ranks(ranks, cp)
+        _check_rest(jobs, json_path, plot)
         if model_step:
             layers_of(hf)
         with _progress() as progress:
@@ -171,6 +171,7 @@ def _show(
     if steps:
         console.print(step_table(steps, work, device))
     console.print(f"Recommended: {reason}", highlight=False)
+    console.print(automatic(work, device), highlight=False)
     console.print("\nAssumptions", style="dim")
     for line in assumptions(device, rows):
         console.print(f"  {line}", style="dim", highlight=False)
@@ -186,7 +187,10 @@ def _steps(
     bar = progress.add_task("tracing the model", total=len(fastest))
     steps = []
     for row in fastest.values():
-        steps.append(trace_step(hf, work, row.candidate, device, row.figures.rank))
+        try:
+            steps.append(trace_step(hf, work, row.candidate, device, row.figures.rank))
+        except (ImportError, ValueError) as error:  # Transformers is missing, or does not know this model
+            raise UsageError(f"--model-step: {str(error).splitlines()[0]}; --layer plans without it") from None
         progress.advance(bar)
     return steps
 
@@ -199,6 +203,15 @@ def _check_nodes(work: Workload, nodes: int | None) -> None:
             f"{work.devices_per_node}, not {nodes}; choose --nodes {filled}, or sizes whose product is "
             f"{nodes * work.devices_per_node}"
         )
+
+
+def _check_rest(jobs: int | None, *targets: Path | None) -> None:
+    """What would otherwise come to light after the sweep."""
+    if jobs is not None and jobs < 1:
+        raise UsageError(f"--jobs must be at least 1 process, got {jobs}")
+    for target in targets:
+        if target is not None and not target.parent.is_dir():
+            raise UsageError(f"{target}: there is no folder {target.parent}; create it, or name a file in another one")
 
 
 def _choice(option: str, given: list[str] | None, known: Sequence[str]) -> list[str]:

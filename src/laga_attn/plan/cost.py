@@ -15,9 +15,10 @@ from dataclasses import dataclass
 
 from laga_attn.plan.figures import Message, RankFigures
 from laga_attn.plan.hardware import Hardware
+from laga_attn.plan.workload import Workload
 from laga_attn.traffic import Phase
 
-__all__ = ["TimeEstimate", "estimate_time"]
+__all__ = ["TimeEstimate", "estimate_time", "flops_per_port_byte"]
 
 _PHASES: tuple[Phase, Phase] = ("forward", "backward")
 
@@ -44,6 +45,16 @@ def estimate_time(figures: RankFigures, hardware: Hardware) -> TimeEstimate:
         compute=sum(_compute(figures, hardware, phase) for phase in _PHASES),
         messages=sum(_message(message, hardware) for message in figures.messages),
     )
+
+
+def flops_per_port_byte(workload: Workload, hardware: Hardware) -> float:
+    """FLOPs that a device does while a byte goes through its port: over the network once ranks leave the node.
+
+    It is what `ContextParallel(flops_per_port_byte=)` wants to know for `scheme="auto"`.
+    """
+    link = hardware.node_gbps if workload.cp <= workload.ranks_per_node else hardware.nic_gbps
+    computing = hardware.bf16_tflops.value * 1e12 * hardware.attention_backward_efficiency.value
+    return computing / (link.value * 1e9 * hardware.link_efficiency.value)
 
 
 def _compute(figures: RankFigures, hardware: Hardware, phase: Phase) -> float:

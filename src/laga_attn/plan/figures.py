@@ -48,6 +48,7 @@ class RankFigures:
     """One rank, forward and backward of what was traced; bytes and FLOPs.
 
     `sent` and `received` are bytes through its port, `nic_sent` and `nic_received` those that cross to other nodes.
+    `activation_bytes` is the most that lives at once without parameters and gradients, at another moment than the peak.
     `top` are the largest storages at the moment of the peak.
     """
 
@@ -59,6 +60,7 @@ class RankFigures:
     messages: tuple[Message, ...]
     saved_bytes: int
     peak_bytes: int
+    activation_bytes: int
     peak_by_category: dict[str, int]
     top: tuple[tuple[str, int], ...]
     parameter_bytes: int
@@ -104,6 +106,7 @@ def figures_of(trace: Trace, workload: Workload, rank: int) -> RankFigures:
         messages=tuple(messages),
         saved_bytes=trace.saved_bytes,
         peak_bytes=peak.nbytes,
+        activation_bytes=trace.memory.peak(without=("parameter", "gradient")).nbytes,
         peak_by_category={str(name): size for name, size in peak.by_category.items()},
         top=tuple((f"{block.made_by} {list(block.shape)} {str(block.dtype)[6:]}", size) for block, size in peak.top),
         parameter_bytes=sum(block.nbytes for block in trace.memory.blocks if block.category == "parameter"),

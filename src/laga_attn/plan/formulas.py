@@ -16,7 +16,7 @@ So the forms here take the number of rows from the layout; the full form is what
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Final
 
@@ -24,13 +24,15 @@ import numpy as np
 
 from laga_attn.attention_plan import LatentDims, Save, Scheme
 from laga_attn.layout import Index, SequenceLayout
+from laga_attn.routing import members_of
 from laga_attn.spans import Span
 
 __all__ = [
     "FlopCount",
     "PortBytes",
     "View",
-    "busiest_view",
+    "busier_way",
+    "busy_ranks",
     "flop_count",
     "port_bytes",
     "port_elements",
@@ -88,7 +90,7 @@ class FlopCount:
 
 def view_of(layout: SequenceLayout, rank: int, ulysses_degree: int, *, causal: bool, window: int | None = None) -> View:
     """What a rank sees, from the ends of the chunks alone: no work per token."""
-    members = _members(rank, ulysses_degree)
+    members = members_of(rank, ulysses_degree)
     starts, stops, low, high = _reach(layout, members, causal, window)
     runs = zip((stops - starts).tolist(), (high - low).tolist(), strict=True)
     pairs = sum(Span(0, queries, 0, keys, causal, window).area() for queries, keys in runs)
@@ -105,18 +107,22 @@ def view_of(layout: SequenceLayout, rank: int, ulysses_degree: int, *, causal: b
 
 
 @lru_cache(maxsize=_CACHED)
-def busiest_view(layout: SequenceLayout, ulysses_degree: int, causal: bool, window: int | None) -> View:
-    """The most that any rank sees, number by number; looked up in the first, middle and last Ulysses group."""
+def busy_ranks(
+    layout: SequenceLayout, ulysses_degree: int, causal: bool, window: int | None
+) -> tuple[tuple[View, int], ...]:
+    """What those ranks see and send (`sent_rows`) of which one has most to do: at the ends and in the middle.
+
+    With a causal zigzag layout the first group sees most and the last one is seen by most.
+    """
     size = layout.cp_size
     groups = {0, size // ulysses_degree // 2 * ulysses_degree, size - ulysses_degree}
-    ranks = {rank for first in groups for rank in (first, first + ulysses_degree - 1)}
-    views = [view_of(layout, rank, ulysses_degree, causal=causal, window=window) for rank in ranks]
-    return View(
-        tokens=max(view.tokens for view in views),
-        queries=max(view.queries for view in views),
-        keys=max(view.keys for view in views),
-        received=max(view.received for view in views),
-        pairs=max(view.pairs for view in views),
+    ranks = sorted({rank for first in groups for rank in (first, first + ulysses_degree - 1)})
+    return tuple(
+        (
+            view_of(layout, rank, ulysses_degree, causal=causal, window=window),
+            sent_rows(layout, rank, ulysses_degree, causal=causal, window=window),
+        )
+        for rank in ranks
     )
 
 
@@ -125,12 +131,32 @@ def sent_rows(
 ) -> int:
     """Tokens that a rank sends to others so that they can attend, each counted once per rank that gets it."""
     own = _chunks(layout, (rank,))
-    total = 0
-    for first in range(0, layout.cp_size, ulysses_degree):
-        _, _, low, high = _reach(layout, range(first, first + ulysses_degree), causal, window)
-        takers = ulysses_degree - (first == _members(rank, ulysses_degree).start)
-        total += takers * _overlap(_disjoint(low, high), own)
-    return total
+    firsts = range(0, layout.cp_size, ulysses_degree)
+    if window is None:
+        seen = _seen_from_the_start(layout, ulysses_degree, causal, own)
+    else:
+        reaches = (_reach(layout, range(first, first + ulysses_degree), causal, window) for first in firsts)
+        seen = [_overlap(_disjoint(low, high), own) for _, _, low, high in reaches]
+    mine = members_of(rank, ulysses_degree).start
+    return sum((ulysses_degree - (first == mine)) * tokens for first, tokens in zip(firsts, seen, strict=True))
+
+
+def _seen_from_the_start(
+    layout: SequenceLayout, ulysses_degree: int, causal: bool, own: tuple[Index, Index, Index]
+) -> list[int]:
+    """For each Ulysses group: tokens of the chunks `own` that it sees, where documents are seen from their start.
+
+    All groups at once, for there may be a thousand.
+    """
+    groups = [
+        _places(layout, range(first, first + ulysses_degree)) for first in range(0, layout.cp_size, ulysses_degree)
+    ]
+    starts, stops = _chunk_ends(layout, np.asarray(groups)[..., None])  # [groups, chunks, documents]
+    ends = stops if causal else np.broadcast_to(np.asarray(layout.lengths, dtype=np.int64), stops.shape)
+    reach = np.where(stops > starts, ends, 0).max(axis=1)  # [groups, documents], within the document
+    own_starts, own_stops, documents = own
+    low = own_starts - np.asarray(layout.cu_seqlens, dtype=np.int64)[documents]
+    return np.clip(reach[:, documents] - low, 0, own_stops - own_starts).sum(axis=1).tolist()  # type: ignore[no-any-return]
 
 
 def port_elements(scheme: Scheme, dims: LatentDims, tokens: int, cp_size: int, ulysses_degree: int) -> float:
@@ -153,15 +179,14 @@ def port_bytes(
     *,
     batch: int,
     itemsize: int,
-    returned: int | None = None,
+    returned: int,
 ) -> PortBytes:
     """Bytes that one rank receives from others.
 
     Args:
-        view: what the rank sees, or what the busiest one does.
+        view: what the rank sees.
         itemsize: of the tensors' dtype.
-        returned: rows whose gradients come home: those that the rank sent out (`sent_rows`); None: as many as it
-            received, which is so where every key is visible.
+        returned: rows whose gradients come home: those that the rank sent out (`sent_rows`).
     """
     heads = dims.num_heads // ulysses_degree
     arriving = batch * (view.queries - view.tokens) * heads * itemsize  # queries and gradients of outputs, per element
@@ -169,7 +194,7 @@ def port_bytes(
     delta = max(1, 4 // itemsize)  # one number per head and token, fp32 or fp64, goes with the output's gradient
     row = batch * itemsize * _row_width(scheme, dims, ulysses_degree)
     gathered = row * view.received
-    gradient = row * (view.received if returned is None else returned)
+    gradient = row * returned
     return PortBytes(
         forward=arriving * dims.qk_head_dim + returning * dims.v_head_dim + gathered,
         backward=arriving * (dims.v_head_dim + delta)
@@ -177,6 +202,31 @@ def port_bytes(
         + gradient
         + (gathered if save == "latent" else 0),
     )
+
+
+def busier_way(
+    scheme: Scheme,
+    save: Save,
+    dims: LatentDims,
+    view: View,
+    sent: int,
+    ulysses_degree: int,
+    *,
+    batch: int,
+    itemsize: int,
+) -> int:
+    """Bytes that a rank sends or receives, whichever is more in each phase: a port does both at once.
+
+    Args:
+        sent: see `sent_rows`.
+    """
+    received = port_bytes(scheme, save, dims, view, ulysses_degree, batch=batch, itemsize=itemsize, returned=sent)
+    # Seen from the other end: rows that go out instead of those that come in.
+    turned = replace(view, received=sent)
+    gone = port_bytes(
+        scheme, save, dims, turned, ulysses_degree, batch=batch, itemsize=itemsize, returned=view.received
+    )
+    return max(received.forward, gone.forward) + max(received.backward, gone.backward)
 
 
 def flop_count(
@@ -203,28 +253,35 @@ def _row_width(scheme: Scheme, dims: LatentDims, ulysses_degree: int) -> int:
     return dims.num_heads // ulysses_degree * dims.kv_head_dim if scheme == "explicit" else dims.latent_dim
 
 
-def _members(rank: int, ulysses_degree: int) -> range:
-    first = rank // ulysses_degree * ulysses_degree
-    return range(first, first + ulysses_degree)
-
-
 Intervals = tuple[Index, Index]
-"""Starts and lengths of disjoint ascending intervals."""
+"""Starts and lengths (or stops, where it says so) of intervals."""
 
 
 def _chunks(layout: SequenceLayout, ranks: Iterable[int]) -> tuple[Index, Index, Index]:
     """Starts, stops and documents of the runs of real tokens that some ranks hold."""
-    size, lengths = layout.cp_size, np.asarray(layout.lengths, dtype=np.int64)
-    pieces = 2 * size if layout.kind == "zigzag" and size > 1 else size
-    chunk = np.asarray(layout.padded_lengths, dtype=np.int64) // pieces
-    places = [c for rank in ranks for c in ((rank, pieces - 1 - rank) if pieces > size else (rank,))]
-    place = np.asarray(places, dtype=np.int64)[:, None]  # [chunks, 1] against [documents]
-    starts = np.minimum(place * chunk, lengths)
-    stops = np.minimum((place + 1) * chunk, lengths)
+    starts, stops = _chunk_ends(layout, np.asarray(_places(layout, ranks))[:, None])  # [chunks, documents]
     offsets = np.asarray(layout.cu_seqlens[:-1], dtype=np.int64)
-    documents = np.broadcast_to(np.arange(len(lengths)), starts.shape)
+    documents = np.broadcast_to(np.arange(len(offsets)), starts.shape)
     real = stops > starts
     return (starts + offsets)[real], (stops + offsets)[real], documents[real]
+
+
+def _pieces(layout: SequenceLayout) -> int:
+    """Chunks that every document is cut into."""
+    return 2 * layout.cp_size if layout.kind == "zigzag" and layout.cp_size > 1 else layout.cp_size
+
+
+def _places(layout: SequenceLayout, ranks: Iterable[int]) -> list[int]:
+    """Which chunks of every document some ranks hold."""
+    pieces = _pieces(layout)
+    return [c for rank in ranks for c in ((rank, pieces - 1 - rank) if pieces > layout.cp_size else (rank,))]
+
+
+def _chunk_ends(layout: SequenceLayout, places: Index) -> Intervals:
+    """Start and stop, within its document, of what is real of the chunks at `places [..., 1]`: `[..., documents]`."""
+    lengths = np.asarray(layout.lengths, dtype=np.int64)
+    chunk = np.asarray(layout.padded_lengths, dtype=np.int64) // _pieces(layout)
+    return np.minimum(places * chunk, lengths), np.minimum((places + 1) * chunk, lengths)
 
 
 def _reach(
@@ -240,7 +297,7 @@ def _reach(
 
 
 def _disjoint(low: Index, high: Index) -> Intervals:
-    """The union of intervals."""
+    """The union of intervals, from starts and stops to starts and lengths."""
     order = np.argsort(low, kind="stable")
     low, reach = low[order], np.maximum.accumulate(high[order])
     low = np.maximum(low, np.concatenate([low[:1], reach[:-1]]))

@@ -30,6 +30,7 @@ _FIGURES: Final = (
     "nic_latency_us",
     "launch_us",
 )
+_EXAMPLE: Final = "write lines such as 'memory_gb: {value: 80, source: datasheet, date: 2024-01}'"
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,9 +92,13 @@ def load_hardware(name_or_path: str) -> Hardware:
     path = Path(name_or_path)
     if not path.is_file():
         raise UsageError(f"--hardware {name_or_path}: neither a preset ({', '.join(presets)}) nor a YAML file")
-    given = _parse(path.read_text(encoding="utf-8"), str(path))
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"--hardware {path}: cannot be read as text: {error}") from None
+    given = _parse(text, str(path))
     if not isinstance(given, Mapping):
-        raise UsageError(f"{path}: expected a mapping such as 'memory_gb: {{value: 80, source: ..., date: ...}}'")
+        raise UsageError(f"{path}: not a mapping; {_EXAMPLE}")
     base = str(given.get("base", "h100"))
     if base not in presets:
         raise UsageError(f"{path}: unknown base {base!r}; choose one of {', '.join(presets)}")
@@ -114,7 +119,7 @@ def _parse(text: str, where: str) -> Any:
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         place = f" line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        raise UsageError(f"{where}{place}: not valid YAML: {getattr(error, 'problem', error)}") from None
+        raise UsageError(f"{where}{place}: not valid YAML: {getattr(error, 'problem', error)}; {_EXAMPLE}") from None
 
 
 def _hardware(name: str, entry: Mapping[str, Any], where: str = "hardware.yaml") -> Hardware:
@@ -128,7 +133,7 @@ def _hardware(name: str, entry: Mapping[str, Any], where: str = "hardware.yaml")
 def _figure(entry: Any, where: str) -> Figure:
     fields = {"value", "source", "date"}
     if not isinstance(entry, Mapping) or set(entry) != fields:
-        raise UsageError(f"{where} needs value, source and date, as in {{value: 80, source: datasheet, date: 2024-01}}")
+        raise UsageError(f"{where} needs value, source and date; {_EXAMPLE}")
     value = entry["value"]
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
         raise UsageError(f"{where}: value must be a positive number, got {value!r}")

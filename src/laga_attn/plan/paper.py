@@ -223,13 +223,14 @@ With 16 heads on 16 ranks explicit moves less than laga at U = P. `scheme="auto"
 
 ## What does not reproduce
 
-The published throughput is 1.04x to 1.06x explicit inside a node and grows to 1.07x .. 1.24x across nodes. The bytes
-say that the advantage of a gathered latent *shrinks* as ranks are added at a fixed number of heads, as the last column
-shows. A roofline with latency and bandwidth (H100 nodes of 8; every constant is in `hardware.yaml`; nothing overlapped;
-estimates, not measurements) gives:
+Throughput. The published one is 1.04x to 1.06x explicit inside a node and grows to 1.07x .. 1.24x across nodes. No
+cluster was at hand, so nothing here was measured, and bytes say the opposite: the advantage of a gathered latent
+*shrinks* as ranks are added at a fixed number of heads, as the last column shows, until explicit moves less. A roofline
+with latency and bandwidth (H100 nodes of 8; every constant is in `hardware.yaml`; nothing overlapped; estimates) gives:
 
 {speed}
 
-The published figures do not say enough to tell where their growth comes from, and no cluster was at hand to measure
-one. This project does not claim that trend.
+So there may be a step where ranks leave the node and bytes begin to weigh more against computing. It is a property of
+the links that are assumed, not of the scheme, and it is no trend: further ranks only take from the byte ratio. The
+published figures do not say enough to tell their growth from such a step. This project does not claim it.
 """

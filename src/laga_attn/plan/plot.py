@@ -10,23 +10,17 @@ from typing import Any, Final
 from laga_attn.attention_plan import LatentDims, Scheme
 from laga_attn.auto import Cost, estimate, legal_degrees
 from laga_attn.layout import SequenceLayout
+from laga_attn.plan.cost import flops_per_port_byte
 from laga_attn.plan.hardware import Hardware
 from laga_attn.plan.sweep import Row
 from laga_attn.plan.workload import Workload
 from laga_attn.train.errors import UsageError
 
-__all__ = ["draw", "flops_per_port_byte"]
+__all__ = ["draw"]
 
 _COLOURS: Final[dict[Scheme, str]] = {"laga": "#2a9d8f", "explicit": "#d1495b", "absorbed": "#edae49"}
 _RANKS: Final = tuple(2**n for n in range(1, 11))
 _HEADS: Final = tuple(2**n for n in range(3, 9))
-
-
-def flops_per_port_byte(workload: Workload, hardware: Hardware) -> float:
-    """FLOPs that a device does while a byte goes through its port: over the network once ranks leave the node."""
-    link = hardware.node_gbps if workload.cp <= workload.ranks_per_node else hardware.nic_gbps
-    computing = hardware.bf16_tflops.value * 1e12 * hardware.attention_backward_efficiency.value
-    return computing / (link.value * 1e9 * hardware.link_efficiency.value)
 
 
 def draw(rows: Sequence[Row], workload: Workload, hardware: Hardware, path: Path) -> None:
@@ -65,8 +59,9 @@ def _draw_trade_off(axes: Any, rows: Sequence[Row]) -> None:
             [row.figures.port_bytes / 2**30 for row in mine],
             [row.figures.total_flops / 1e12 for row in mine],
             s=[900 * row.figures.peak_bytes / largest + 12 for row in mine],
-            c=colour, alpha=0.55, label=scheme,
+            c=colour, alpha=0.55,
         )  # fmt: skip
+        axes.scatter([], [], s=60, c=colour, alpha=0.55, label=scheme)  # the legend's bubble, of one size for all
         for row in mine:
             where = (row.figures.port_bytes / 2**30, row.figures.total_flops / 1e12)
             axes.annotate(f"{row.candidate.ulysses_degree}", where, fontsize=7, ha="center", va="center")

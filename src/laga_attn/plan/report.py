@@ -9,13 +9,15 @@ from typing import Any, Final
 from rich import box
 from rich.table import Table
 
+from laga_attn.auto import FLOPS_PER_PORT_BYTE, choose
+from laga_attn.plan.cost import flops_per_port_byte
 from laga_attn.plan.figures import RankFigures
 from laga_attn.plan.hardware import Hardware
 from laga_attn.plan.step import ADAM_BYTES, StepFigures
 from laga_attn.plan.sweep import USABLE_MEMORY, Row
-from laga_attn.plan.workload import Workload
+from laga_attn.plan.workload import Candidate, Workload
 
-__all__ = ["as_json", "assumptions", "headline", "layer_table", "step_table"]
+__all__ = ["as_json", "assumptions", "automatic", "headline", "layer_table", "step_table"]
 
 _GIB: Final = 2**30
 _NOTES: Final = (
@@ -29,10 +31,28 @@ _NOTES: Final = (
 def headline(workload: Workload, hardware: Hardware) -> str:
     """What is planned, in a line."""
     nodes = -(-workload.devices // workload.devices_per_node)
-    sizes = f"cp {workload.cp} x tp {workload.tp} x dp {workload.dp} = {workload.devices} devices on {nodes} nodes"
+    sizes = f"cp {workload.cp} x tp {workload.tp} x dp {workload.dp} = {workload.devices} devices"
+    on = "one node" if nodes == 1 else f"{nodes} nodes"
     return (
         f"one MLA layer, {workload.cfg.num_attention_heads} heads, {workload.seq_len:,} tokens x batch "
-        f"{workload.batch}, {workload.dtype}; {sizes} of {hardware.title}"
+        f"{workload.batch}, {workload.dtype}; {sizes} on {on} of {hardware.title}"
+    )
+
+
+def automatic(workload: Workload, hardware: Hardware) -> str:
+    """What `scheme="auto"` takes when it is told of this hardware's link, and when it is not."""
+
+    def choice(rate: float) -> str:
+        scheme, degree = choose(
+            workload.dims, workload.layout, causal=True, itemsize=workload.itemsize, batch=workload.batch,
+            flops_per_port_byte=rate,
+        )  # fmt: skip
+        return f"{scheme} U={degree}"
+
+    rate = float(f"{flops_per_port_byte(workload, hardware):.2g}")
+    return (
+        f'scheme="auto" takes {choice(rate)} with ContextParallel(flops_per_port_byte={rate:.0f}), which is this '
+        f"hardware's, and {choice(FLOPS_PER_PORT_BYTE)} by default ({FLOPS_PER_PORT_BYTE:.0f}); it ignores memory"
     )
 
 
@@ -47,16 +67,16 @@ def layer_table(rows: Sequence[Row], best: Row | None) -> Table:
         figures = row.figures
         table.add_row(
             "*" if row is best else "",
-            row.candidate.scheme + (" 2-level" if row.candidate.two_level else ""),
+            _scheme(row.candidate),
             str(row.candidate.ulysses_degree),
             row.candidate.save,
             *(_gib(max(figures.sent[p], figures.received[p])) for p in ("forward", "backward")),
             _gib(figures.nic_bytes),
             _gib(figures.saved_bytes),
             _gib(figures.peak_bytes),
-            *(f"{figures.part_flops(part) / 1e12:#.3g}" for part in ("projection", "expansion", "attention")),
-            f"{row.time.with_overlap * 1e3:#.3g}",
-            f"{row.time.without_overlap * 1e3:#.3g}",
+            *(_digits(figures.part_flops(part) / 1e12) for part in ("projection", "expansion", "attention")),
+            _digits(row.time.with_overlap * 1e3),
+            _digits(row.time.without_overlap * 1e3),
             "yes" if row.fits else "no",
             style="bold" if row is best else None,
         )
@@ -78,7 +98,7 @@ def step_table(steps: Sequence[StepFigures], workload: Workload, hardware: Hardw
     for step in steps:
         sharded = step.bytes_when_sharded(sharers, workload.itemsize)
         table.add_row(
-            step.candidate.scheme,
+            _scheme(step.candidate),
             str(step.candidate.ulysses_degree),
             step.candidate.save,
             _gib(step.port_bytes),
@@ -87,15 +107,15 @@ def step_table(steps: Sequence[StepFigures], workload: Workload, hardware: Hardw
             _gib(step.activation_bytes),
             _gib(step.peak_bytes),
             _gib(sharded),
-            f"{step.flops / 1e15:#.3g}",
-            f"{step.seconds:#.3g}",
+            _digits(step.flops / 1e15),
+            _digits(step.seconds),
             "yes" if sharded <= hardware.memory_bytes * USABLE_MEMORY else "no",
         )
     return table
 
 
 def _new_table(caption: str, words: Sequence[str], numbers: Sequence[str]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), caption=caption, caption_justify="left")
+    table = Table(box=box.SIMPLE_HEAD, padding=0, caption=caption, caption_justify="left")
     for name in words:
         table.add_column(name, no_wrap=True)
     for name in numbers:
@@ -137,6 +157,7 @@ def as_json(
         "rows": [_row(row) for row in rows],
         "recommended": None if best is None else rows.index(best),
         "reason": reason,
+        "auto": automatic(workload, hardware),
         "steps": [
             {
                 **dataclasses.asdict(step),
@@ -167,5 +188,14 @@ def _figures(figures: RankFigures) -> dict[str, Any]:
     return plain
 
 
+def _scheme(candidate: Candidate) -> str:
+    return candidate.scheme + (" 2-level" if candidate.two_level else "")
+
+
 def _gib(nbytes: int) -> str:
-    return f"{nbytes / _GIB:#.3g}"
+    return _digits(nbytes / _GIB)
+
+
+def _digits(value: float) -> str:
+    """Three digits, or all of those before the point."""
+    return f"{value:,.0f}" if value >= 100 or value == 0 else f"{value:#.3g}"

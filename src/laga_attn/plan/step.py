@@ -29,7 +29,7 @@ Trace = Callable[[Mapping[str, Any], Workload, Candidate, int, int, int], RankFi
 class StepFigures:
     """Forward and backward of a whole model on one rank, parameters and gradients not sharded; bytes, FLOPs, seconds.
 
-    `peak_bytes` holds parameters and gradients, but no optimizer states.
+    `peak_bytes` holds parameters and gradients, but no optimizer states; `activation_bytes` is the peak of all else.
     """
 
     candidate: Candidate
@@ -37,15 +37,11 @@ class StepFigures:
     parameter_bytes: int
     saved_bytes: int
     peak_bytes: int
+    activation_bytes: int
     port_bytes: int
     nic_bytes: int
     flops: int
     seconds: float  # without overlap
-
-    @property
-    def activation_bytes(self) -> int:
-        """The peak without parameters and gradients."""
-        return self.peak_bytes - 2 * self.parameter_bytes
 
     def bytes_when_sharded(self, ranks: int, itemsize: int) -> int:
         """What a rank holds when parameters, gradients and optimizer states are cut over `ranks`, as FSDP does.
@@ -61,8 +57,13 @@ def layers_of(hf: Mapping[str, Any]) -> tuple[int, int]:
     layers = hf.get("num_hidden_layers")
     if not isinstance(layers, int) or layers < 1:
         raise UsageError(f"--model-step needs num_hidden_layers in the model's config, got {layers!r}")
-    dense = min(layers, hf.get("first_k_dense_replace", 0)) if hf.get("n_routed_experts") else layers
-    return dense, layers - dense
+    if not isinstance(hf.get("model_type"), str):
+        raise UsageError("--model-step needs model_type in the model's config, such as deepseek_v3")
+    if not hf.get("n_routed_experts"):
+        return layers, 0
+    by_layer = hf.get("mlp_layer_types")
+    dense = hf.get("first_k_dense_replace", 0) if by_layer is None else by_layer.count("dense")
+    return min(layers, dense), max(0, layers - dense)
 
 
 def trace_step(
@@ -92,6 +93,7 @@ def trace_step(
         parameter_bytes=whole(lambda figures: figures.parameter_bytes),
         saved_bytes=whole(lambda figures: figures.saved_bytes),
         peak_bytes=whole(lambda figures: figures.peak_bytes),
+        activation_bytes=whole(lambda figures: figures.activation_bytes),
         port_bytes=whole(lambda figures: figures.port_bytes),
         nic_bytes=whole(lambda figures: figures.nic_bytes),
         flops=whole(lambda figures: figures.total_flops),

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from laga_attn.grid import ContextParallel
+from laga_attn.kernels import KernelName
 from laga_attn.module import MultiheadLatentAttention
 from laga_attn.plan.figures import Message, RankFigures, figures_of
 from laga_attn.plan.trace import Trace
@@ -18,14 +21,18 @@ from laga_attn.traffic import Phase
 
 __all__ = ["trace_layer", "trace_model"]
 
+# By name: what "auto" takes depends on the machine that plans, not on the one that is planned for. As one operator that
+# attends to K and V in memory, it stands for any other of that kind.
+_KERNEL: Final[KernelName] = "blockwise"
+
 
 def trace_layer(workload: Workload, candidate: Candidate, rank: int) -> RankFigures:
     """Forward and backward of one `MultiheadLatentAttention` on one context-parallel rank."""
     dtype = DTYPES[workload.dtype]
     degree, two_level = candidate.ulysses_degree, candidate.two_level
-    with fake_ranks(workload.cp, rank, degree, two_level=two_level) as cp, FakeTensorMode(), Trace() as trace:
+    with _planned(workload, rank, degree, two_level) as (cp, trace):
         layer = MultiheadLatentAttention(
-            workload.layer, cp=cp, scheme=candidate.scheme, save=candidate.save, dtype=dtype
+            workload.layer, cp=cp, scheme=candidate.scheme, save=candidate.save, kernel=_KERNEL, dtype=dtype
         )
         layout = workload.layout
         hidden = torch.empty(
@@ -55,10 +62,10 @@ def trace_model(
 
     config = AutoConfig.for_model(**_shard(hf, workload.tp, dense, sparse))
     degree, two_level = candidate.ulysses_degree, candidate.two_level
-    with fake_ranks(workload.cp, rank, degree, two_level=two_level) as cp, FakeTensorMode(), Trace() as trace:
+    with _planned(workload, rank, degree, two_level) as (cp, trace):
         build: Any = AutoModelForCausalLM.from_config
         model = build(config, dtype=DTYPES[workload.dtype], experts_implementation="grouped_mm")
-        parallelize(model, cp=cp, scheme=candidate.scheme, save=candidate.save)
+        parallelize(model, cp=cp, scheme=candidate.scheme, save=candidate.save, kernel=_KERNEL)
         trace.watch(model.parameters(), "parameter")
         layout = workload.layout
         tokens = torch.zeros(workload.batch, layout.local_len, dtype=torch.long)
@@ -70,11 +77,31 @@ def trace_model(
     return replace(figures, messages=(*figures.messages, *_tensor_parallel(workload) * (dense + sparse)))
 
 
+@contextmanager
+def _planned(
+    workload: Workload, rank: int, ulysses_degree: int, two_level: bool
+) -> Iterator[tuple[ContextParallel, Trace]]:
+    """A rank of the cluster that is planned for, on which nothing depends on the machine that plans."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # the heads that a single rank on a CPU takes at a time follow its threads
+    try:
+        with (
+            fake_ranks(workload.cp, rank, ulysses_degree, two_level=two_level) as cp,
+            FakeTensorMode(),
+            Trace() as trace,
+        ):
+            yield cp, trace
+    finally:
+        torch.set_num_threads(threads)
+
+
 def _shard(hf: Mapping[str, Any], tp: int, dense: int, sparse: int) -> dict[str, Any]:
     """The configuration of one tensor-parallel rank of a model with that many layers."""
     widths = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "moe_intermediate_size", "vocab_size")
     config = {key: value for key, value in hf.items() if key not in ("architectures", "auto_map")}
     config |= {key: hf[key] // tp for key in widths if isinstance(hf.get(key), int)}
+    if "mlp_layer_types" in config:
+        config["mlp_layer_types"] = ["dense"] * dense + ["sparse"] * sparse
     return {**config, "num_hidden_layers": dense + sparse, "first_k_dense_replace": dense}
 
 

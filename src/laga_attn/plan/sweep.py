@@ -81,17 +81,17 @@ def recommend(rows: Sequence[Row]) -> tuple[Row | None, str]:
     if not others:
         return best, f"{best.candidate}: the fastest that fits by the estimate"
     rival = min(others, key=lambda row: (not row.fits, row.time.without_overlap))
+    compared = {  # what the rival has none of is nothing to compare with
+        "port bytes": (best.figures.port_bytes, rival.figures.port_bytes),
+        "network bytes": (best.figures.nic_bytes, rival.figures.nic_bytes),
+        "peak memory": (best.figures.peak_bytes, rival.figures.peak_bytes),
+    }
+    ratios = [f"{mine / others:.2f}x its {name}" for name, (mine, others) in compared.items() if others]
     return best, (
-        f"{best.candidate}: {_ratio(rival.time.without_overlap, best.time.without_overlap)} as fast as the best of the "
+        f"{best.candidate}: {rival.time.without_overlap / best.time.without_overlap:.2f}x as fast as the best of the "
         f"other schemes ({rival.candidate}{'' if rival.fits else ', which does not fit'}) by the estimate, with "
-        f"{_ratio(best.figures.port_bytes, rival.figures.port_bytes)} its port bytes, "
-        f"{_ratio(best.figures.nic_bytes, rival.figures.nic_bytes)} its network bytes and "
-        f"{_ratio(best.figures.peak_bytes, rival.figures.peak_bytes)} its peak memory"
+        f"{', '.join(ratios)}"
     )
-
-
-def _ratio(value: float, other: float) -> str:
-    return f"{value / other:.2f}x" if other else "none of"
 
 
 def _trace_ranks(workload: Workload, candidate: Candidate, *, ranks: tuple[int, ...]) -> list[RankFigures]:

@@ -21,6 +21,14 @@ from laga_attn.train.errors import UsageError
 __all__ = ["DTYPES", "Candidate", "Workload", "candidates", "load_model", "parse_tokens"]
 
 DTYPES: Final = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+_AT_LEAST_ONE: Final = {
+    "seq_len": "--seq-len",
+    "cp": "--cp",
+    "tp": "--tp",
+    "dp": "--dp",
+    "batch": "--batch",
+    "devices_per_node": "--gpus-per-node",
+}
 _UNITS: Final = {"k": 2**10, "m": 2**20}
 
 
@@ -55,9 +63,9 @@ class Workload:
     dtype: str = "bf16"
 
     def __post_init__(self) -> None:
-        for name in ("seq_len", "cp", "tp", "dp", "batch", "devices_per_node"):
+        for name, option in _AT_LEAST_ONE.items():
             if getattr(self, name) < 1:
-                raise UsageError(f"{name} must be at least 1, got {getattr(self, name)}")
+                raise UsageError(f"{option} must be at least 1, got {getattr(self, name)}")
         heads, cp = self.cfg.num_attention_heads, self.cp
         if heads % self.tp:
             raise UsageError(
@@ -174,6 +182,8 @@ def load_model(source: str) -> tuple[dict[str, Any], MLAConfig]:
         raise UsageError(
             f"--model {source}: neither a preset ({', '.join(preset_names())}) nor a config.json or its folder"
         )
+    if not isinstance(hf, Mapping):
+        raise UsageError(f"--model {source}: expected a JSON object with the keys of a Hugging Face config.json")
     try:
         return dict(hf), MLAConfig.from_hf(hf)
     except ValueError as error:

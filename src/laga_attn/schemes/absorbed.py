@@ -87,7 +87,7 @@ def backward(
             dq = torch.cat([_per_head(d_absorbed[..., :rank], w_uk.mT), d_absorbed[..., rank:]], dim=-1)
             returning.add(group, dq)
         d_latent += dk.transpose(0, 1).squeeze(2)
-        d_latent[..., :rank] += dv.transpose(0, 1).squeeze(2)
+        d_latent[..., :rank].add_(dv.transpose(0, 1).squeeze(2))
         dw_uk.copy_(_outer_per_head(query[..., :nope], d_absorbed[..., :rank]))
         dw_uv.copy_(_outer_per_head(own_dout, latent_outs[number]))
 

@@ -140,7 +140,7 @@ class _KeyGrads:
         latent, rows = self._latents[segment](), weight_rows(group, self._plan.dims)
         if segment not in self._d_latents:
             self._d_latents[segment] = torch.zeros_like(latent, dtype=acc_dtype(latent.dtype))
-        self._d_own_weight[rows] += fold_kv_grads(
+        d_weight = fold_kv_grads(
             dk.transpose(0, 1),
             dv.transpose(0, 1),
             latent,
@@ -148,6 +148,7 @@ class _KeyGrads:
             self._plan.dims,
             self._d_latents[segment],
         )
+        self._d_own_weight[rows].add_(d_weight)
 
     def send(self, segment: int) -> None:
         """Start sending a segment's gradient to the ranks that hold its latents; its latent is dropped."""

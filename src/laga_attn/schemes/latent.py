@@ -108,12 +108,18 @@ def fold_kv_grads(dk: Tensor, dv: Tensor, latent: Tensor, weight: Tensor, dims: 
     """
     nope, rank = dims.qk_nope_head_dim, dims.kv_lora_rank
     d_weight = weight.new_zeros(weight.shape, dtype=d_latent.dtype)
+    dk, dv, latent = (x.flatten(0, 1) for x in (dk, dv, latent))  # [S*B, ...], views of sequence-first storage
+    d_latent = d_latent.view(latent.shape)
+    dk_nope, dk_rope = dk.split([nope, dims.qk_rope_head_dim], dim=-1)
+    d_c_kv, d_k_rope = d_latent.split([rank, dims.qk_rope_head_dim], dim=-1)
+    # Views of all chunks are cut at once, and sums added in place: a chunk is no more operators than it has to be.
     chunk = max(_FOLD_ROWS, -(-latent.shape[0] // _FOLD_CHUNKS))
-    for keys in (slice(first, first + chunk) for first in range(0, latent.shape[0], chunk)):
-        d_up = torch.cat([dk[keys, ..., :nope], dv[keys]], dim=-1).flatten(2).flatten(0, 1)  # [S*B, h*(nope+v)]
-        d_latent[keys, :, :rank] += (d_up @ weight).unflatten(0, (-1, latent.shape[1]))
-        d_latent[keys, :, rank:] += dk[keys, ..., nope:].sum(dim=2, dtype=d_latent.dtype)
-        d_weight += d_up.t() @ latent[keys, :, :rank].flatten(0, 1)
+    chunks = zip(*(x.split(chunk) for x in (dk_nope, dk_rope, dv, latent[:, :rank], d_c_kv, d_k_rope)), strict=True)
+    for nope_grad, rope_grad, v_grad, c_kv, to_c_kv, to_k_rope in chunks:
+        d_up = torch.cat([nope_grad, v_grad], dim=-1).flatten(1)  # [rows, h*(nope+v)]
+        to_c_kv.add_(d_up @ weight)
+        to_k_rope.add_(rope_grad.sum(dim=1, dtype=d_latent.dtype))
+        d_weight.add_(d_up.t() @ c_kv)
     return d_weight
 
 
