@@ -21,8 +21,8 @@ MODELS = {
     "deepseek-v2-lite": LatentDims(16, 128, 64, 128, 512),
     "small": LatentDims(4, 32, 16, 32, 64),
 }
-# FLOPs that a device does while a byte passes its port: from ranks of one CPU machine to a GPU behind 10 Gbit/s.
-LINKS = (CPU_FLOPS_PER_PORT_BYTE, FLOPS_PER_PORT_BYTE, 1e4, 4e4, 4e5)
+# FLOPs that a device does while a byte passes its port: from slow cores that share memory to a GPU behind 10 Gbit/s.
+LINKS = (300.0, CPU_FLOPS_PER_PORT_BYTE, FLOPS_PER_PORT_BYTE, 1e4, 4e4, 4e5)
 WITHIN = 1.03
 
 

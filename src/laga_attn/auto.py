@@ -32,8 +32,9 @@ FLOPS_PER_PORT_BYTE: Final = 2000.0
 Slower links raise it, which favours the latent on the wire.
 """
 
-CPU_FLOPS_PER_PORT_BYTE: Final = 300.0
-"""F for ranks of one CPU machine: some 400 GFLOP/s of bf16 products over 1.4 GB/s of gloo on the loopback."""
+CPU_FLOPS_PER_PORT_BYTE: Final = 800.0
+"""F for ranks of one CPU machine: some 190 GFLOP/s of a rank's attention over 240 MB/s, at which gloo's copies, made by
+the cores that compute, make it right in docs/benchmarks.md about what is faster: 650 to 1600 would."""
 
 _CACHED: Final = 256
 _SCHEMES: Final[tuple[Scheme, ...]] = ("laga", "explicit", "absorbed")  # of equals the first is taken

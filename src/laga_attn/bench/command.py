@@ -88,7 +88,7 @@ def bench(
         float | None,
         Option(
             help="What --scheme auto weighs bytes with: FLOPs of a rank while one byte passes its port, 1600 for "
-            "200 GFLOP/s and 1 Gbit/s. Default: 300 on CPUs, 2000 elsewhere.",
+            "200 GFLOP/s and 1 Gbit/s. Default: 800 on CPUs, 2000 elsewhere.",
             rich_help_panel=_VARIANTS,
         ),
     ] = None,
