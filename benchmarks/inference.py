@@ -1,7 +1,8 @@
 """Prefill and decode against the other ways of doing them, on this machine's CPU.
 
-Every command measures its candidates in turns, one of each in every round: ratios are medians of the ratios inside
-rounds, which is what a busy machine leaves undisturbed. Head sizes are DeepSeek-V3's, with fewer heads.
+Every command measures its candidates in turns, one of each in every round: a ratio is the median of the ratios inside
+rounds, with its quartiles, which is what a busy machine leaves undisturbed. One thread per process. Where nothing
+waits for another process, time is CPU time. Head sizes are DeepSeek-V3's, with fewer heads. Tables are Markdown.
 """
 
 from __future__ import annotations
@@ -12,14 +13,12 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from statistics import median
+from statistics import median, quantiles
 from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
 import typer
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 from torch.nn import functional as F
 from typer import Option
@@ -36,9 +35,9 @@ Heads = Annotated[int, Option(help="Attention heads.")]
 Rounds = Annotated[int, Option(help="Rounds after one of warm-up.")]
 Dtype = Annotated[str, Option(help="bfloat16 or float32.")]
 Lengths = Annotated[list[int], Option(help="Repeat the option for several.")]
+Seconds = list[float]
 
 _ABSORB, _REBUILD = 2**40, 1  # values of rebuild_from
-_QUERIES = [16, 32, 64, 96, 128, 192, 256, 384]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,10 +83,10 @@ class Layer:
 
 
 def in_turns(
-    candidates: dict[str, Callable[[], object]], rounds: int, clock: Callable[[], float] = time.perf_counter
-) -> dict[str, list[float]]:
+    candidates: dict[str, Callable[[], object]], rounds: int, clock: Callable[[], float] = time.process_time
+) -> dict[str, Seconds]:
     """Seconds of each candidate in each round, after one round of warm-up."""
-    seconds: dict[str, list[float]] = {name: [] for name in candidates}
+    seconds: dict[str, Seconds] = {name: [] for name in candidates}
     for turn in range(rounds + 1):
         for name, call in candidates.items():
             if dist.is_initialized():
@@ -99,9 +98,32 @@ def in_turns(
     return seconds
 
 
-def ratio(over: Sequence[float], under: Sequence[float]) -> float:
-    """Median of the ratios inside rounds."""
-    return median(a / b for a, b in zip(over, under, strict=True))
+def slowest(by_rank: Sequence[dict[str, Seconds]]) -> dict[str, Seconds]:
+    """The seconds of the slowest rank in each round."""
+    return {name: [max(turn) for turn in zip(*(rank[name] for rank in by_rank), strict=True)] for name in by_rank[0]}
+
+
+def ratio(over: Seconds, under: Seconds) -> str:
+    """Median of the ratios inside rounds, and their quartiles."""
+    inside = [a / b for a, b in zip(over, under, strict=True)]
+    low, middle, high = quantiles(inside, n=4, method="inclusive")
+    return f"{middle:.2f} ({low:.2f} .. {high:.2f})"
+
+
+def milliseconds(seconds: Seconds) -> str:
+    return f"{median(seconds) * 1e3:.1f}"
+
+
+def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """A Markdown table."""
+    typer.echo(f"{title}\n\n| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
+    for row in rows:
+        typer.echo(f"| {' | '.join(row)} |")
+
+
+def world() -> laga.ContextParallel:
+    """All processes."""
+    return laga.ContextParallel.none() if dist.get_world_size() == 1 else laga.ContextParallel(dist.group.WORLD)
 
 
 # Prefill: LAGA, through the cache, against the other schemes without one.
@@ -116,44 +138,36 @@ def prefill(
     rounds: Rounds = 5,
 ) -> None:
     """Time of a whole prompt in one layer: LAGA that fills the cache, absorbed and explicit attention that do not."""
-    table = Table(title=f"prefill, {ranks} ranks, {heads} heads, {dtype}", title_justify="left")
-    for column in ("prompt", "laga U=1, ms", "laga U=P, x", "absorbed, x", "explicit, x"):
-        table.add_column(column, justify="right")
     per_rank = run_on_ranks(_prefill_rank, ranks, lengths, heads, dtype, rounds)
-    for number, length in enumerate(lengths):
-        cell = {name: _slowest([result[number][name] for result in per_rank]) for name in per_rank[0][number]}
-        base = cell["laga U=1"]
-        times = [f"{ratio(cell[name], base):.2f}" for name in ("laga U=P", "absorbed", "explicit")]
-        table.add_row(str(length), f"{median(base) * 1e3:.0f}", *times)
-    Console().print(table, "x: times the time of laga U=1")
+    rows = []
+    for length, *by_rank in zip(lengths, *per_rank, strict=True):
+        cell = slowest(by_rank)
+        base = cell.pop("explicit U=P")
+        rows.append([str(length), milliseconds(base), *(ratio(seconds, base) for seconds in cell.values())])
+    columns = ["prompt", "explicit U=P, ms", "laga U=1, x", "laga U=P, x", "absorbed U=P, x"]
+    show(f"Prefill of one layer, {ranks} ranks, {heads} heads, {dtype}; x: times the time of explicit", columns, rows)
 
 
-def _slowest(by_rank: list[list[float]]) -> list[float]:
-    return [max(seconds) for seconds in zip(*by_rank, strict=True)]
-
-
-def _prefill_rank(lengths: list[int], heads: int, dtype: str, rounds: int) -> list[dict[str, list[float]]]:
+def _prefill_rank(lengths: list[int], heads: int, dtype: str, rounds: int) -> list[dict[str, Seconds]]:
     layer = Layer.of(heads, dtype)
-    size = dist.get_world_size()
     weight = layer.weight()
     results = []
     for length in lengths:
-        layout = laga.SequenceLayout.zigzag(length, size)
+        layout = laga.SequenceLayout.zigzag(length, dist.get_world_size())
         tokens = layer.tokens(layout.local_len)
         candidates: dict[str, Callable[[], object]] = {}
-        for name, degree in (("laga U=1", 1), ("laga U=P", size)):
-            cp = laga.ContextParallel(_world(), degree)
-            candidates[name] = layer.attending(*layer.cache(0, cp), length, _REBUILD, weight)
-        for scheme in ("absorbed", "explicit"):
-            candidates[scheme] = _without_cache(layer, tokens, weight, layout, scheme)
-        results.append(in_turns(candidates, rounds))
+        candidates["explicit U=P"] = _without_cache(layer, tokens, weight, layout, "explicit")
+        for name, degree in (("laga U=1", 1), ("laga U=P", dist.get_world_size())):
+            candidates[name] = layer.attending(*layer.cache(0, world().with_ulysses(degree)), length, _REBUILD, weight)
+        candidates["absorbed U=P"] = _without_cache(layer, tokens, weight, layout, "absorbed")
+        results.append(in_turns(candidates, rounds, time.perf_counter))
     return results
 
 
 def _without_cache(
     layer: Layer, tokens: tuple[Tensor, ...], weight: Tensor, layout: laga.SequenceLayout, scheme: str
 ) -> Callable[[], Tensor]:
-    cp = laga.ContextParallel(_world(), dist.get_world_size())
+    cp = world().with_ulysses(dist.get_world_size())
     q, c_kv, k_rope = tokens
 
     def call() -> Tensor:
@@ -166,40 +180,25 @@ def _without_cache(
     return call
 
 
-def _world() -> dist.ProcessGroup:
-    assert dist.group.WORLD is not None
-    return dist.group.WORLD
-
-
 # Decode: absorbed on the cache, rebuilt every step, Transformers' own cache, and a cache of full K and V.
 
 
 @app.command()
 def decode(
-    lengths: Lengths = [1024, 4096, 16384],  # noqa: B006
+    lengths: Lengths = [1024, 4096, 16384, 65536],  # noqa: B006
     heads: Heads = 16,
     dtype: Dtype = "bfloat16",
-    rounds: Rounds = 7,
-    threads: Annotated[int, Option(help="Threads of PyTorch.")] = 1,
+    rounds: Rounds = 5,
 ) -> None:
-    """Time of one token over a context, and what its cache takes.
+    """CPU time of one token over a context, and what its cache takes.
 
     Transformers 5.24 stores latents too and rebuilds K and V from all of them at every step ("Transformers"); versions
     before stored K and V of every head ("full K/V": here without the copy that growing their tensors costs).
     """
-    torch.set_num_threads(threads)
+    torch.set_num_threads(1)
     layer = Layer.of(heads, dtype)
-    table = Table(title=f"decode, one process, {heads} heads, {dtype}", title_justify="left")
-    for column in (
-        "context",
-        "absorbed, ms",
-        "rebuilt, x",
-        "Transformers, x",
-        "full K/V, x",
-        "bytes per token and layer",
-    ):
-        table.add_column(column, justify="right")
     weight = layer.weight()
+    rows, held = [], {}
     for length in lengths:
         cache, sequence = layer.cache(length)
         stock, stock_bytes = _transformers_cache(layer, length)
@@ -214,11 +213,13 @@ def decode(
             rounds,
         )
         own = seconds["absorbed"]
-        ratios = [f"{ratio(seconds[name], own):.1f}" for name in ("rebuilt", "Transformers", "full")]
-        held = cache.memory().total / length
-        sizes = f"{held:.0f}, Transformers {stock_bytes / length:.0f}, full {full_bytes / length:.0f}"
-        table.add_row(str(length), f"{median(own) * 1e3:.2f}", *ratios, sizes)
-    Console().print(table, "x: times the time of absorbed attention")
+        times = [ratio(seconds[name], own) for name in ("rebuilt", "Transformers", "full")]
+        rows.append([str(length), milliseconds(own), milliseconds(seconds["rebuilt"]), *times])
+        held = {"absorbed": cache.memory().total, "Transformers": stock_bytes, "full K/V": full_bytes}
+    columns = ["context", "absorbed, ms", "rebuilt, ms", "rebuilt, x", "Transformers, x", "full K/V, x"]
+    show(f"Decode of one layer, one process, {heads} heads, {dtype}; x: times the time of absorbed", columns, rows)
+    sizes = ", ".join(f"{name} {size / lengths[-1]:.0f}" for name, size in held.items())
+    typer.echo(f"\nBytes of cache per token and layer: {sizes}.")
 
 
 def _transformers_cache(layer: Layer, length: int) -> tuple[Callable[[], object], int]:
@@ -250,8 +251,8 @@ def _transformers_cache(layer: Layer, length: int) -> tuple[Callable[[], object]
 def _full_cache(layer: Layer, length: int) -> tuple[Callable[[], object], int]:
     """Decode of one token over stored K and V of every head."""
     dims = layer.dims
-    key = torch.randn(1, dims.num_heads, length + 1, dims.qk_head_dim).to(layer.dtype)
-    value = torch.randn(1, dims.num_heads, length + 1, dims.v_head_dim).to(layer.dtype)
+    key = torch.randn(1, dims.num_heads, length + 1, dims.qk_head_dim, dtype=layer.dtype)
+    value = torch.randn(1, dims.num_heads, length + 1, dims.v_head_dim, dtype=layer.dtype)
     q = layer.tokens(1)[0].transpose(1, 2)
     nbytes = (key.nbytes + value.nbytes) * length // (length + 1)
     return lambda: F.scaled_dot_product_attention(q, key, value), nbytes
@@ -268,38 +269,44 @@ def ranks(
     dtype: Dtype = "bfloat16",
     rounds: Rounds = 7,
 ) -> None:
-    """CPU time of one token on the busiest rank, one thread a rank, over contexts and numbers of ranks.
+    """CPU time of one token on the busiest rank, over contexts and numbers of ranks.
 
     CPU time, which ranks that share a core do not take from each other; messages are counted in bytes.
     """
-    table = Table(title=f"decode on ranks, {heads} heads, {dtype}", title_justify="left")
-    columns = ("context", *(f"P={size}: CPU ms, cache MiB" for size in sizes), "bytes sent per token")
-    for column in columns:
-        table.add_column(column, justify="right")
-    results = {size: run_on_ranks(_decode_rank, size, lengths, heads, dtype, rounds) for size in sizes}
-    for number, length in enumerate(lengths):
-        cells, sent = [], []
+    per_rank = run_on_ranks(_decode_rank, max(sizes), lengths, sizes, heads, dtype, rounds)
+    rows = []
+    for length, *by_rank in zip(lengths, *per_rank, strict=True):
+        seconds = slowest([times for times, _ in by_rank])
         for size in sizes:
-            by_rank = [rank[number] for rank in results[size]]
-            busiest = max(median(seconds) for seconds, _, _ in by_rank)
-            cells.append(f"{busiest * 1e3:.2f}, {max(held for _, held, _ in by_rank) / 2**20:.1f}")
-            sent.append(str(max(count for _, _, count in by_rank)))
-        table.add_row(str(length), *cells, ", ".join(sent))
-    Console().print(table)
+            used, sent = (max(facts[size][i] for _, facts in by_rank if size in facts) for i in (0, 1))
+            times = (milliseconds(seconds[str(size)]), ratio(seconds[str(size)], seconds[str(sizes[0])]))
+            rows.append([str(length), str(size), *times, f"{used / 2**20:.2f}", str(sent)])
+    columns = ["context", "P", "CPU ms on the busiest rank", f"x of P={sizes[0]}", "cache MiB per rank", "bytes sent"]
+    show(f"Decode of one token in one layer, {heads} heads, {dtype}", columns, rows)
 
 
-def _decode_rank(lengths: list[int], heads: int, dtype: str, rounds: int) -> list[tuple[list[float], int, int]]:
+def _decode_rank(
+    lengths: list[int], sizes: list[int], heads: int, dtype: str, rounds: int
+) -> list[tuple[dict[str, Seconds], dict[int, tuple[int, int]]]]:
+    """The first ranks work as P = 1, 2, ... in turns, while the others wait."""
     layer = Layer.of(heads, dtype)
-    cp = laga.ContextParallel.none() if dist.get_world_size() == 1 else laga.ContextParallel(_world())
     weight = layer.weight()
+    groups = {size: dist.new_group(list(range(size))) for size in sizes}
     results = []
     for length in lengths:
-        cache, sequence = layer.cache(length, cp)
-        call = layer.attending(cache, sequence, 1, _ABSORB, weight)
-        with laga.traffic() as ledger:
-            call()
-        seconds = in_turns({"decode": call}, rounds, time.process_time)["decode"]
-        results.append((seconds, cache.memory().used[cp.rank], ledger.sent()))
+        calls: dict[str, Callable[[], object]] = {}
+        facts = {}
+        for size in sizes:
+            calls[str(size)] = lambda: None
+            if dist.get_rank() >= size:
+                continue
+            cp = laga.ContextParallel.none() if size == 1 else laga.ContextParallel(groups[size])
+            cache, sequence = layer.cache(length, cp)
+            calls[str(size)] = layer.attending(cache, sequence, 1, _ABSORB, weight)
+            with laga.traffic() as ledger:
+                calls[str(size)]()
+            facts[size] = (cache.memory().used[cp.rank], ledger.sent())
+        results.append((in_turns(calls, rounds), facts))
     return results
 
 
@@ -309,46 +316,55 @@ def _decode_rank(lengths: list[int], heads: int, dtype: str, rounds: int) -> lis
 @app.command(name="crossover")
 def measure_crossover(
     context: Annotated[int, Option(help="Tokens in the cache.")] = 4096,
-    new: Annotated[list[int], Option(help="Query tokens; repeat the option for several.")] = _QUERIES,
+    new: Annotated[list[int], Option(help="Query tokens; repeat the option for several.")] = [64, 128, 192, 256, 384],  # noqa: B006
+    ranks: Annotated[int, Option(help="Processes that share cache and queries.")] = 1,
     heads: Heads = 16,
     dtype: Dtype = "bfloat16",
     rounds: Rounds = 5,
-    threads: Annotated[int, Option(help="Threads of PyTorch.")] = 1,
 ) -> None:
-    """The number of query tokens at which rebuilding K and V becomes faster than absorbed attention."""
-    torch.set_num_threads(threads)
+    """The number of query tokens at which rebuilding K and V becomes faster than absorbed attention.
+
+    CPU time on the busiest rank. Over P ranks, U = 1 rebuilds everything on each of them, U = P each head on one.
+    """
+    per_rank = run_on_ranks(_crossover_rank, ranks, context, sorted(new), heads, dtype, rounds)
+    rows, curves = [], dict[str, list[tuple[int, float]]]()
+    for count, *by_rank in zip(sorted(new), *per_rank, strict=True):
+        cell = slowest(by_rank)
+        absorbed = cell.pop("absorbed")
+        for name, seconds in cell.items():
+            curves.setdefault(name, []).append((count, median(a / b for a, b in zip(absorbed, seconds, strict=True))))
+        rebuilt = [text for seconds in cell.values() for text in (milliseconds(seconds), ratio(absorbed, seconds))]
+        rows.append([str(count), milliseconds(absorbed), *rebuilt])
+    columns = [text for name in curves for text in (f"{name}, ms", "absorbed over it")]
+    title = f"{context} tokens of context, P = {ranks}, {heads} heads, {dtype}, one layer"
+    show(title, ["query tokens", "absorbed, ms", *columns], rows)
+    by_flops = crossover(Layer.of(heads, dtype).dims) / REBUILD_COST
+    for name, curve in curves.items():
+        found = _where_equal(curve)
+        where = "the two do not meet in this range"
+        if found is not None:
+            where = f"equal at {found:.0f} query tokens, {found / by_flops:.2f} of where one process has equal FLOPs"
+        typer.echo(f"\n{name}: {where}")
+
+
+def _crossover_rank(context: int, new: list[int], heads: int, dtype: str, rounds: int) -> list[dict[str, Seconds]]:
     layer = Layer.of(heads, dtype)
     weight = layer.weight()
-    cache, sequence = layer.cache(context)
-    table = Table(title=f"{context} tokens of context, {heads} heads, {dtype}", title_justify="left")
-    for column in ("query tokens", "absorbed, ms", "rebuilt, ms", "absorbed / rebuilt"):
-        table.add_column(column, justify="right")
-    ratios = []
-    for count in sorted(new):
-        seconds = in_turns(
-            {
-                "absorbed": layer.attending(cache, sequence, count, _ABSORB, weight),
-                "rebuilt": layer.attending(cache, sequence, count, _REBUILD, weight),
-            },
-            rounds,
-        )
-        ratios.append((count, ratio(seconds["absorbed"], seconds["rebuilt"])))
-        times = (f"{median(seconds[name]) * 1e3:.1f}" for name in ("absorbed", "rebuilt"))
-        table.add_row(str(count), *times, f"{ratios[-1][1]:.2f}")
-    Console().print(table)
-    by_flops = crossover(layer.dims) / REBUILD_COST
-    found = _where_equal(ratios)
-    if found is None:
-        typer.echo("the two do not meet in this range")
-    else:
-        typer.echo(
-            f"equal at {found:.0f} query tokens; FLOP for FLOP at {by_flops:.0f}: REBUILD_COST = {found / by_flops:.2f}"
-        )
+    size = dist.get_world_size()
+    absorbing = layer.cache(context, world())
+    rebuilding = {f"rebuilt U={u}": layer.cache(context, world().with_ulysses(u)) for u in sorted({1, size})}
+    results = []
+    for count in new:
+        calls: dict[str, Callable[[], object]] = {"absorbed": layer.attending(*absorbing, count, _ABSORB, weight)}
+        for name, cache in rebuilding.items():
+            calls[name] = layer.attending(*cache, count, _REBUILD, weight)
+        results.append(in_turns(calls, rounds))
+    return results
 
 
-def _where_equal(ratios: list[tuple[int, float]]) -> float | None:
+def _where_equal(curve: list[tuple[int, float]]) -> float | None:
     """Where a ratio passes 1 for good, interpolated on logarithmic scales."""
-    for (low, before), (high, after) in reversed(list(pairwise(ratios))):
+    for (low, before), (high, after) in reversed(list(pairwise(curve))):
         if before < 1 <= after:
             part = math.log(1 / before) / math.log(after / before)
             return math.exp(math.log(low) + part * (math.log(high) - math.log(low)))

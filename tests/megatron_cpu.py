@@ -8,6 +8,7 @@ None of this is about attention, and none of it is in the library. Everything is
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -15,6 +16,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -54,6 +56,19 @@ def _on_cpu(value: Any) -> Any:
     return "cpu" if named or (isinstance(value, torch.device) and value.type == "cuda") else value
 
 
+_new_group = dist.new_group
+
+
+def _shared_group(ranks: list[int] | None = None, *, use_local_synchronization: bool = False, **_: Any) -> Any:
+    """One group for all purposes that the same ranks have: gloo keeps a group's threads, and Megatron makes dozens."""
+    return _group_of(None if ranks is None else tuple(ranks), use_local_synchronization)
+
+
+@functools.cache
+def _group_of(ranks: tuple[int, ...] | None, local: bool) -> Any:
+    return _new_group(ranks, use_local_synchronization=local)
+
+
 @contextmanager
 def megatron_on_cpu() -> Iterator[None]:
     """Run Megatron-Core on the CPU inside the block, with gloo."""
@@ -73,6 +88,8 @@ def megatron_on_cpu() -> Iterator[None]:
     with ExitStack() as stack:
         for name, replacement in cuda.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, replacement))
+        stack.enter_context(mock.patch.object(dist, "new_group", _shared_group))
+        stack.enter_context(mock.patch.object(dist, "destroy_process_group"))
         stack.enter_context(mock.patch.object(random, "_get_cuda_rng_state", cuda["get_rng_state"]))
         stack.enter_context(mock.patch.object(random, "_set_cuda_rng_state", cuda["set_rng_state"]))
         # Some releases find Transformer Engine by what they import from their own wrappers, which is always there.

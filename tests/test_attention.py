@@ -38,7 +38,7 @@ def _call(ctx, changes, only_rank=None):
         tensors[name].requires_grad_()
     if "reshape_q" in mine:
         tensors["q"] = tensors["q"].flatten(1, 2)
-    cp = laga.ContextParallel(ctx.group, mine.get("degree"))
+    cp = laga.ContextParallel(ctx.group, mine.get("degree"), two_level=mine.get("two_level", False))
     options = {"scheme": "laga", "qk_nope_head_dim": NOPE, "v_head_dim": V} | mine.get("options", {})
     return laga.latent_attention(**tensors, layout=layout, cp=cp, **options)
 
@@ -53,6 +53,9 @@ BAD = {
     "mixed dtypes": ({"latent_dtype": torch.float32}, "one dtype.*q torch.float64, c_kv torch.float32"),
     "scale that is not positive": ({"options": {"softmax_scale": 0.0}}, "softmax_scale must be positive, got 0.0"),
     "heads not divisible by U": ({"degree": 3, "heads": 4}, "4 heads cannot be divided over ulysses_degree=3"),
+    "two levels of nothing": (
+        {"two_level": True, "options": {"scheme": "explicit"}}, "two_level=True gathers latents, of which scheme"
+    ),
     "unknown scheme": ({"options": {"scheme": "ring"}}, "unknown scheme 'ring'; choose one of explicit"),
     "save that the scheme has not": (
         {"options": {"scheme": "explicit", "save": "gathered"}}, "save='gathered' is not possible with scheme .explicit"

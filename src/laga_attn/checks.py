@@ -84,6 +84,7 @@ class Call:
             v_head_dim=dims.kv_lora_rank if absorbed else dims.v_head_dim,
             window=self.window is not None,
             shared_kv=absorbed,
+            lse_gradient=self.return_lse and bool(self.wanted_gradients()),
         )
 
     def signature(self) -> dict[str, object]:
@@ -206,6 +207,8 @@ def _check_options(call: Call) -> Iterator[str]:
         policies = ("auto", "latent")  # what every scheme can do
     if call.save not in policies:
         yield f"save={call.save!r} is not possible with scheme {call.scheme!r}; choose one of {', '.join(policies)}"
+    if call.scheme == "explicit" and call.cp.two_level:
+        yield "two_level=True gathers latents, of which scheme 'explicit' sends none; use another, or two_level=False"
     if call.window is not None and (call.window < 1 or not call.causal):
         yield f"window={call.window} needs causal=True and at least 1 token (itself); got causal={call.causal}"
     if call.softmax_scale is not None and not call.softmax_scale > 0:

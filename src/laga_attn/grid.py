@@ -33,7 +33,8 @@ class ContextParallel:
             device.
         two_level: gather latents first between ranks of the same place in each Ulysses group, then inside the
             group: the same bytes per port, but where Ulysses groups are nodes each latent enters a node once
-            instead of U times. Gradients return the same way.
+            instead of U times. Gradients return the same way, rounded to the input dtype once on each level. Not for
+            the explicit scheme, which sends no latents.
         overlap: False makes every collective finish where it starts. Same numbers; for measuring what
             overlap hides.
         flops_per_port_byte: FLOPs that a rank does while one byte passes its port, which ``scheme="auto"`` weighs

@@ -10,6 +10,7 @@ import torch
 import laga_attn as laga
 from laga_attn.attention_plan import LatentDims
 from laga_attn.inference import crossover
+from laga_attn.inference.attention import REBUILD_COST
 from laga_attn.inference.merging import MERGES
 from laga_attn.inference.storage import FP8
 from tests.compare import assert_bitwise, assert_close, relative_error
@@ -182,8 +183,8 @@ def test_the_same_steps_give_the_same_bits(ranks):
 
 def test_crossover_is_where_the_flops_meet():
     deepseek = LatentDims(128, 128, 64, 128, 512)
-    tokens = crossover(deepseek)
-    assert 50 <= tokens <= 400  # 512 * 256 / (576 + 512 - 320) = 171 FLOP for FLOP
+    assert crossover(deepseek) == round(REBUILD_COST * 512 * 256 / (576 + 512 - 320))
+    assert 0.8 <= REBUILD_COST <= 1.25  # what was measured
     assert crossover(LatentDims(8, 32, 16, 32, 8)) > 2**30  # latents narrower than heads: absorbed always
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -21,7 +22,9 @@ from laga_attn.inference.storage import FP8
 from laga_attn.inference.text import ByteText, TokenizerText, open_text
 from laga_attn.train.data import DOCUMENT_START, VOCAB_SIZE
 from laga_attn.train.errors import UsageError
+from laga_attn.train.model import build, export, find_model
 from tests.integrations.generation import tiny_model
+from tests.train.micro import micro_options, write_micro
 
 PROMPT = "def main(argv): # ä"
 
@@ -135,6 +138,37 @@ def test_usage_errors_say_what_to_change(checkpoint, arguments, message):
     assert result.exit_code == 2
     assert message in result.output
     assert "Traceback" not in result.output
+
+
+def test_a_checkpoint_that_train_exports_can_write(tmp_path):
+    write_micro(tmp_path / "micro")
+    options = micro_options(tmp_path / "micro", "run")
+    export(build(find_model(options.model), options, device="cpu"), tmp_path / "model")
+    result = invoke("--model", str(tmp_path / "model"), "--prompt", "latent", "--max-new-tokens", "4")
+    assert result.exit_code == 0, result.output
+    assert "decode   3 tokens" in result.stderr
+    assert result.stdout.endswith("\n")
+
+
+def load_elsewhere_on_rank_1(ctx, options, other):
+    generate_on_rank(ctx, other if ctx.rank == 1 else options)
+
+
+def test_weights_that_cannot_be_loaded_are_one_line_on_all_ranks(ranks, checkpoint, tmp_path):
+    (tmp_path / "config.json").write_bytes((checkpoint / "config.json").read_bytes())
+    (tmp_path / "model.safetensors").write_bytes((checkpoint / "model.safetensors").read_bytes()[:1000])
+    result = invoke("--model", str(tmp_path), "--prompt", "a")
+    assert result.exit_code == 2
+    assert re.fullmatch(r"Error: --model \S+ cannot be loaded: .*\n", result.stderr)
+    options = [GenerateOptions(folder, "a", max_new_tokens=2) for folder in (checkpoint, tmp_path)]
+    ranks(2).run_raises(load_elsewhere_on_rank_1, *options, error=UsageError, match="rank 1: .*cannot be loaded")
+
+
+def test_more_processes_than_devices_are_refused_before_any_starts(checkpoint, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    result = invoke("--model", str(checkpoint), "--prompt", "a", "--device", "cuda", "--cp", "2")
+    assert result.exit_code == 2
+    assert "1 CUDA devices for 2 processes" in result.output
 
 
 def test_models_that_cannot_are_refused(tmp_path):

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 pytest.importorskip("safetensors")
 
@@ -155,6 +157,47 @@ def test_damaged_files_are_refused_on_all_ranks(ranks, tmp_path, how, message, s
     ranks(size).run_raises(import_damaged, folder, {}, match=message)
 
 
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(where=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7), cut=st.booleans())
+def test_no_damage_goes_unnoticed(tmp_path, where, bit, cut):
+    """Any bit flipped or any end cut off, in the tokens as in what the file says about itself."""
+    folder = tmp_path / "cache"
+    if not folder.exists():
+        write(RankContext(0, 1, None), folder)  # type: ignore[arg-type]
+        (tmp_path / "whole").write_bytes(next(folder.iterdir()).read_bytes())
+    data = bytearray((tmp_path / "whole").read_bytes())
+    place = int(where * len(data))
+    if cut:
+        data = data[:place]
+    else:
+        data[place] ^= 1 << bit
+    next(folder.iterdir()).write_bytes(data)
+    cache = new_cache()
+    with pytest.raises(ValueError, match="rank-00000-of-00001"):
+        import_cache(cache, folder)
+    assert cache.sequences == ()
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (rb"\"length\"", rb"\"lengte\""),
+        (rb"\"pages\": [", rb"\"pages\": 7"),
+        (rb"\"cp_size\": 1", rb"\"cp_size\": 9"),
+        (rb"\"dtype\"", rb"\"dtypo\""),
+        (b'"F64"', b'"I64"'),
+    ],
+)
+def test_damage_that_only_one_rank_looks_for_is_an_error_on_all(ranks, tmp_path, old, new):
+    folder = tmp_path / "cache"
+    ranks(1).run(write, folder)
+    path = next(folder.iterdir())
+    whole = path.read_bytes()
+    assert old in whole
+    path.write_bytes(whole.replace(old, new))
+    ranks(3).run_raises(import_damaged, folder, {}, match="rank-00000-of-00001|exported by 9 ranks")
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -204,6 +247,28 @@ def export_elsewhere(ctx: RankContext, folder: Path) -> None:
 def test_ranks_that_export_to_different_folders_are_refused(ranks, tmp_path):
     ranks(2).run_raises(export_elsewhere, tmp_path, match="ranks disagree: folder")
     assert not any(tmp_path.iterdir())
+
+
+def export_with_a_full_disk(ctx: RankContext, folder: Path) -> None:
+    from laga_attn.inference import files
+
+    def full(*args: object) -> None:
+        raise OSError("no space left")
+
+    whole = files.os.replace
+    if ctx.rank == 1:
+        files.os.replace = full
+    try:
+        write(ctx, folder)
+    finally:
+        files.os.replace = whole
+
+
+def test_a_rank_that_cannot_write_is_an_error_on_all_and_leaves_no_file(ranks, tmp_path):
+    folder = tmp_path / "cache"
+    ranks(3).run_raises(export_with_a_full_disk, folder, match=r"rank 1: .*rank-00001.* cannot be written \(no space")
+    assert not list(folder.iterdir())
+    ranks(3).run(write, folder)  # and the folder can be used
 
 
 def test_metadata_is_readable(tmp_path):

@@ -441,6 +441,8 @@ WRONG_CALLS = {
         {name: torch.ones(1, 16, dtype=torch.long) for name in ("labels", "shift_labels")},
         "num_items_in_batch",
     ),
+    "last logits": ({"logits_to_keep": 1}, "logits_to_keep counts from the end"),
+    "some logits": ({"logits_to_keep": torch.tensor([0, 3])}, "logits_to_keep counts from the end"),
     "HF packing": ({"cu_seq_lens_q": torch.tensor([0, 10, 16])}, "SequenceLayout.packed"),
     "attention weights": ({"output_attentions": True}, "output_attentions"),
     "bidirectional": ({"is_causal": False}, "is_causal"),
@@ -495,11 +497,23 @@ def one_rank_is_wrong(ctx, fault):
     wrong = cp.rank == 1
     if fault == "length" and wrong:
         ids = ids[:, :-2]
-    arguments = {"attention_mask": torch.ones(1, 8)} if fault == "mask" and wrong else {}
-    model(ids, layout=None if fault == "odd" else layout, **arguments)
+    arguments = {
+        "mask": {"attention_mask": torch.ones(1, 8)},
+        "labels": {"labels": ids},
+        "logits": {"logits_to_keep": 1},
+    }
+    model(ids, layout=layout, **arguments.get(fault, {}) if wrong else {})
 
 
-@pytest.mark.parametrize(("fault", "text"), [("length", "got 6"), ("mask", "attention_mask")])
+@pytest.mark.parametrize(
+    ("fault", "text"),
+    [
+        ("length", "got 6"),
+        ("mask", "rank 1: attention_mask"),
+        ("labels", "rank 1: labels cannot be used"),
+        ("logits", "rank 1: logits_to_keep counts"),
+    ],
+)
 def test_an_error_of_one_rank_is_raised_on_all(ranks, fault, text):
     ranks(2).run_raises(one_rank_is_wrong, fault, match=text)
 

@@ -7,7 +7,12 @@ import torch
 
 pytest.importorskip("transformers")
 
+from transformers.cache_utils import DynamicCache
+
 import laga_attn as laga
+from laga_attn.attention_plan import LatentDims
+from laga_attn.inference import crossover
+from laga_attn.inference.storage import FP8
 from laga_attn.integrations.transformers import generation_cache, parallelize
 from tests.compare import assert_close
 from tests.integrations.generation import Call, call_in_chunks, generate, parallel, tiny_model
@@ -164,8 +169,49 @@ def test_lora_on_every_projection_is_part_of_the_absorbed_weights():
             return torch.cat([model(part, cache=cache).logits for part in (tokens[:, :9], tokens[:, 9:])], 1)
 
     assert_close(logits(), expected.detach(), rel=EXACT)
+    cache = generation_cache(model)
+    with torch.no_grad():
+        model(tokens[:, :9], cache=cache)
+        for name, parameter in model.named_parameters():
+            if "layers.1" in name and "kv_b_proj.lora" in name:  # seen in the middle of a text
+                parameter.mul_(2)
+        changed = model(tokens[:, 9:10], cache=cache).logits
+        assert_close(changed, model(tokens[:, :10], cache=generation_cache(model)).logits[:, 9:], rel=EXACT)
+        assert (changed - expected[:, 9:10]).abs().max() > 1e-3
     with torch.no_grad(), model.disable_adapter():
         assert_close(logits(), tiny_model()(tokens).logits, rel=EXACT)
+
+
+def caches_after(model, tokens, **options):
+    """Bytes per token that a stock cache, the K and V of all heads and a latent cache take."""
+    stock = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(tokens, cache=stock)
+        layers = [layer for layer in stock.layers if layer.is_initialized]
+        expand = next(module.expand_kv for module in model.modules() if hasattr(module, "expand_kv"))
+        expanded = [tensor for layer in layers for tensor in expand(layer.keys, layer.values)]
+        parallelize(model, cp=laga.ContextParallel.none())
+        own = generation_cache(model, **options)
+        model(tokens, cache=own)
+    stored = [tensor for layer in layers for tensor in (layer.keys, layer.values)]
+    sizes = (sum(t.nbytes for t in tensors) for tensors in (stored, expanded))
+    return (*(size / tokens.shape[1] for size in sizes), own.latents.memory().total / tokens.shape[1])
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_transformers_stores_latents_as_well(name):
+    """Since 5.24, for every supported model: a latent cache in the model's dtype takes the same bytes."""
+    stock, _, own = caches_after(tiny_model(name, torch.float32), prompts(1, 64))
+    assert own == stock == 2 * (16 + 4) * 4
+
+
+@pytest.mark.parametrize(("dtype", "row"), [(torch.bfloat16, 1152), (FP8, 584)] if FP8 else [(torch.bfloat16, 1152)])
+def test_latents_are_a_71st_of_k_and_v_of_all_heads_of_deepseek_v3(dtype, row):
+    sizes = {"num_attention_heads": 128, "num_key_value_heads": 128, "kv_lora_rank": 512, "qk_nope_head_dim": 128}
+    sizes |= {"qk_rope_head_dim": 64, "v_head_dim": 128, "num_hidden_layers": 1}
+    stock, expanded, own = caches_after(tiny_model(dtype=torch.bfloat16, **sizes), prompts(1, 64), dtype=dtype)
+    assert (stock, expanded, own) == (1152, 128 * (192 + 128) * 2, row)
+    assert round(expanded / stock, 1) == 71.1
 
 
 def test_undo_gives_the_stock_cache_back():
@@ -222,6 +268,8 @@ def wrong_call(ctx, which):
         tokens = prompts(2, 500)
     elif which == "hidden states":
         arguments["output_hidden_states"] = True
+    elif which == "labels" and ctx.rank:
+        arguments["labels"] = tokens
     try:
         with torch.no_grad():
             model(tokens, **arguments)
@@ -239,10 +287,96 @@ def wrong_call(ctx, which):
         ("hidden later", "cannot be hidden afterwards"),
         ("full", "the cache is full"),
         ("hidden states", "output_hidden_states"),
+        ("labels", "rank 1: labels cannot be used"),
     ],
 )
 def test_wrong_calls_are_refused_on_all_ranks_and_change_nothing(ranks, which, message):
     ranks(2).run_raises(wrong_call, which, match=message)
+
+
+def split_tokens(ctx, lengths):
+    """How many tokens of a prompt are split, by the length of the prompt."""
+    model = tiny_model()
+    cp = parallel(ctx)
+    parallelize(model, cp=cp)
+    found = []
+    for length in lengths:
+        cache = generation_cache(model, cp=cp)
+        with torch.no_grad(), laga.traffic() as ledger:
+            model(prompts(1, length), cache=cache)
+        found.append(ledger.sent("latent") > 0)
+    return found
+
+
+def test_prompts_are_split_from_the_crossover_on(ranks):
+    dims = LatentDims(4, 8, 4, 6, 16)
+    assert crossover(dims) == 12  # 16 * 14 / (20 + 16 - 18)
+    assert generation_cache(tiny_model()).rebuild_from == 12
+    for found in ranks(2).run(split_tokens, (5, 11, 12, 30)):
+        assert found == [False, False, True, True]
+
+
+def first_call_differs(ctx):
+    model = tiny_model()
+    cp = parallel(ctx)
+    parallelize(model, cp=cp)
+    cache = generation_cache(model, cp=cp)
+    tokens = prompts(2, 9)
+    with torch.no_grad():
+        with pytest.raises(ValueError, match="ranks disagree"):
+            model(tokens[: 2 - ctx.rank], cache=cache)
+        assert cache.latents.sequences == ()
+        return model(tokens, cache=cache).logits
+
+
+def test_a_cache_is_as_good_as_new_after_a_first_call_that_ranks_made_differently(ranks):
+    for logits in ranks(2).run(first_call_differs):
+        assert_close(logits, stock_logits(Call(), prompts(2, 9)), rel=EXACT)
+
+
+def test_logits_can_be_asked_for_by_index_or_from_the_end_and_the_next_call_gives_all():
+    model = tiny_model()
+    tokens = prompts(2, 12)
+    expected = stock_logits(Call(), tokens)
+    parallelize(model, cp=laga.ContextParallel.none())
+    cache = generation_cache(model)
+    with torch.no_grad():
+        last = model(tokens[:, :5], cache=cache, logits_to_keep=2).logits
+        some = model(tokens[:, 5:9], cache=cache, logits_to_keep=torch.tensor([0, 2])).logits
+        model(tokens[:, 9:10], cache=cache, logits_to_keep=1)
+        hidden = model.model(tokens[:, 10:], cache=cache).last_hidden_state  # the decoder alone
+    assert_close(last, expected[:, 3:5], rel=EXACT)
+    assert_close(some, expected[:, [5, 7]], rel=EXACT)
+    assert_close(model.lm_head(hidden).detach(), expected[:, 10:], rel=EXACT)
+
+
+def test_a_rollback_is_as_if_the_tokens_had_never_been():
+    model = tiny_model()
+    tokens = prompts(2, 12)
+    expected = stock_logits(Call(), tokens)
+    parallelize(model, cp=laga.ContextParallel.none())
+    cache = generation_cache(model)
+    with torch.no_grad():
+        model(torch.cat([tokens[:, :5], prompts(2, 4, seed=9)], 1), cache=cache)
+        cache.crop(-4)
+        assert cache.get_seq_length() == 5
+        assert cache.get_mask_sizes(3, 0) == (8, 0)
+        assert_close(model(tokens[:, 5:], cache=cache).logits, expected[:, 5:], rel=EXACT)
+
+
+def test_rows_that_share_a_sequence_and_too_long_a_rollback_are_refused():
+    model = tiny_model()
+    parallelize(model, cp=laga.ContextParallel.none())
+    cache = generation_cache(model)
+    with torch.no_grad():
+        model(prompts(2, 6), cache=cache)
+    first, second = cache.sequences
+    with pytest.raises(ValueError, match="make forks"):
+        cache.adopt([first, first])
+    with pytest.raises(ValueError, match="shortest"):
+        cache.crop(-7)
+    assert cache.sequences == [first, second]
+    assert [cache.latents.length(s) for s in cache.sequences] == [6, 6]
 
 
 def test_a_model_that_was_not_parallelized_says_so():

@@ -70,3 +70,4 @@ def test_the_command_trains_compares_and_keeps_what_it_made(folder):
     assert rows == [case.title for case in CASES]
     assert find_model(str(folder / "kept" / "model")).weights is not None
     assert (folder / "kept" / "run" / "loss.png").exists()
+    assert lines[-1] == f"Let it write: laga-attn generate --model {folder}/kept/model --prompt 'def main(' --cp 2"

@@ -123,6 +123,14 @@ def weights(out: Path) -> bytes:
     return b"".join(path.read_bytes() for path in sorted(folder.glob("*.distcp")))
 
 
+def test_a_resumed_run_decays_weights_as_it_is_told_now(ranks, folder, reference):
+    ranks(4).run(run, micro_options(folder, "decay", cp=2, batch_size=2), 0, 2)
+    options = micro_options(folder, "decay", cp=2, batch_size=2, resume=True, weight_decay=50.0)
+    ranks(4).run(run, options)
+    assert losses(options)[:3] == losses(reference)[:3]  # of weights that no new step has changed
+    assert losses(options)[3:] != losses(reference)[3:]
+
+
 @pytest.mark.parametrize("changes", [{"cp": 4, "batch_size": 4, "scheme": "explicit"}, {"cp": 1, "batch_size": 1}])
 def test_a_run_resumed_on_another_arrangement_continues_the_curve(ranks, folder, reference, changes):
     name = f"moved-{changes['cp']}"

@@ -22,7 +22,7 @@ from laga_attn.kernels import KernelName, select
 __all__ = ["REBUILD_COST", "attend", "crossover"]
 
 REBUILD_COST: Final = 1.0
-"""Time of a FLOP of rebuilding over one of attention: 0.84 to 1.09 by `benchmarks/inference.py crossover` on CPU."""
+"""Time of a FLOP of rebuilding over one of attention: 0.8 to 1.2 by `benchmarks/inference.py crossover` on CPU."""
 
 
 def crossover(dims: LatentDims) -> int:
@@ -31,6 +31,11 @@ def crossover(dims: LatentDims) -> int:
     Per key and head, absorbed attention does `2 (2 r + dr)` FLOPs for each query token, and attention in head space
     `2 (nope + dr + v)` after `2 r (nope + v)` once to rebuild: the two meet at a number of query tokens that does not
     depend on the context. `REBUILD_COST` corrects it by what a machine makes of such FLOPs.
+
+    The number is that of one rank. Over P ranks each head is rebuilt on P/U of them while absorbed attention is shared
+    by all, so attention alone breaks even at up to P/U times as many tokens; but absorbed tokens are computed on every
+    rank, projections and experts included. The second outweighs the first unless the context is long, so it is not
+    scaled by P.
 
     Returns:
         At least 2 (one token is always absorbed); a number beyond any sequence where absorbed attention costs less

@@ -62,9 +62,13 @@ def generate(
 ) -> None:
     """Continue a text with a multi-head latent attention model whose cache is spread over several ranks.
 
-    What `laga-attn train --export tiny` has learned, on two ranks:
+    What `laga-attn train --export my-model` has learned, on two ranks:
 
-        laga-attn generate --model tiny --prompt 'def main(' --cp 2
+        laga-attn generate --model my-model --prompt 'def main(' --cp 2
+
+    A long prompt on eight GPUs, its latents in eight bits, 8192 tokens at a time:
+
+        laga-attn generate --model path/to/model --prompt-file book.txt --cp 8 --cache-dtype fp8 --prefill-chunk 8192
 
     Long prompts are split over the ranks (LAGA); each new token is computed on all of them and attends to the part of
     the cache that each one holds. The text goes to stdout, what it cost to stderr.
@@ -119,7 +123,8 @@ def _start(options: GenerateOptions, processes: int) -> int:
 
     # Processes that share a machine's cores must not each start a thread per core.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the workers say what went wrong
+    for name in ("torch.distributed.elastic", "torch.multiprocessing.spawn"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)  # the workers say what went wrong
     with tempfile.TemporaryDirectory(prefix="laga-attn-") as folder:
         config = LaunchConfig(
             min_nodes=1,

@@ -87,7 +87,7 @@ def _attend_own_part(absorbed: Tensor, call: StepCall) -> Partial:
     rank, cache = call.dims.kv_lora_rank, call.cache
     queries = absorbed.view(1, tokens * heads, 1, -1)
     running = None
-    limit = pages_within(call.workspace, call.dims, absorbed.element_size(), cache.page_size)
+    limit = pages_within(call.workspace, call.dims, absorbed.element_size(), cache.page_size, absorbed.device)
     for parts in (*_common_parts(call, limit), *_causal_parts(call)):
         first = min(part.seen[0][0] for part in parts)
         last = max(part.seen[-1][0] + part.seen[-1][1] for part in parts)

@@ -27,6 +27,7 @@ __all__ = ["export_cache", "import_cache"]
 
 _FORMAT = 1
 _KEY = "laga_attn_cache"
+_IDENTITY = ("model", "num_layers", "kv_lora_rank", "qk_rope_head_dim", "dtype", "page_size")
 
 
 def export_cache(cache: LatentCache, folder: Path | str, sequences: Sequence[int] | None = None) -> Path:
@@ -41,7 +42,8 @@ def export_cache(cache: LatentCache, folder: Path | str, sequences: Sequence[int
         The folder.
 
     Raises:
-        ValueError: an unknown sequence, a folder that is not empty, or ranks that disagree: nothing is written.
+        ValueError: an unknown sequence, a folder that is not empty, ranks that disagree, or a rank that cannot write:
+            on every rank, and no file is left.
     """
     _safetensors()
     folder, book, rank = Path(folder), cache.book, cache.cp.rank
@@ -66,11 +68,16 @@ def export_cache(cache: LatentCache, folder: Path | str, sequences: Sequence[int
         "tables": [asdict(table) for table in tables],
     }  # fmt: skip
     about["digest"] = _digest(about, tensors.values())
-    folder.mkdir(parents=True, exist_ok=True)
     target = folder / _file_name(rank, cache.cp.size)
-    unfinished = target.with_suffix(".unfinished")
-    _safetensors().torch.save_file(tensors, unfinished, metadata={_KEY: json.dumps(about)})
-    os.replace(unfinished, target)
+    try:
+        _write(target, tensors, about)
+    except (OSError, _safetensors().SafetensorError) as failure:
+        error = f"{target} cannot be written ({failure})"
+    try:
+        agree(cache.cp, {"exported to": str(folder)}, error)
+    except ValueError:
+        target.unlink(missing_ok=True)
+        raise
     return folder
 
 
@@ -89,7 +96,7 @@ def import_cache(cache: LatentCache, folder: Path | str) -> tuple[int, ...]:
     error = None
     try:
         found = _examine(cache, Path(folder))
-    except ValueError as failure:
+    except (ValueError, OSError) as failure:
         error = str(failure)
     agree(cache.cp, {"folder": str(folder)}, error)
     book, ids, moves = cache.book, tuple[int, ...](), tuple[PageMove, ...]()
@@ -115,6 +122,17 @@ def import_cache(cache: LatentCache, folder: Path | str) -> tuple[int, ...]:
     return ids
 
 
+def _write(target: Path, tensors: dict[str, Tensor], about: dict[str, Any]) -> None:
+    """A whole file, or none."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = target.with_suffix(".unfinished")
+    try:
+        _safetensors().torch.save_file(tensors, unfinished, metadata={_KEY: json.dumps(about)})
+        os.replace(unfinished, target)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
 @dataclass(frozen=True, slots=True)
 class _Found:
     """The files of an exported cache, in rank order, and the tables that they share."""
@@ -137,7 +155,7 @@ def _examine(cache: LatentCache, folder: Path) -> _Found:
         raise ValueError(f"{folder} holds no exported cache (files rank-00000-of-... .safetensors)")
     abouts = [_about(path) for path in paths]
     cp_size = abouts[0]["cp_size"]
-    if [path.name for path in paths] != [_file_name(rank, cp_size) for rank in range(cp_size)]:
+    if len(paths) != cp_size or any(path.name != _file_name(rank, cp_size) for rank, path in enumerate(paths)):
         raise ValueError(
             f"{folder} was exported by {cp_size} ranks, but holds {', '.join(path.name for path in paths)}; "
             "it needs the file of every rank and no other"
@@ -153,45 +171,51 @@ def _examine(cache: LatentCache, folder: Path) -> _Found:
             raise ValueError(f"{path} does not belong to the same export as {paths[0]}")
         if rank % cache.cp.size == cache.cp.rank:
             _check_content(cache, path, about)
-    tables = tuple(PageTable(t["length"], t["first_rank"], tuple(t["pages"])) for t in abouts[0]["tables"])
-    return _Found(tuple(paths), cp_size, tables)
+    return _Found(tuple(paths), cp_size, _tables(abouts[0]))
 
 
 def _about(path: Path) -> dict[str, Any]:
-    """The metadata of a file.
+    """The metadata of a file, with all that is expected in it.
 
     Raises:
-        ValueError: not a file of an exported cache, or cut off.
+        ValueError: not a file of an exported cache, or damaged so that it cannot be read.
     """
     try:
         with _safetensors().safe_open(path, "pt") as file:
             about: dict[str, Any] = json.loads((file.metadata() or {})[_KEY])
-    except (OSError, KeyError, ValueError, _safetensors().SafetensorError) as error:
+        missing = {"format", *_IDENTITY, "cp_size", "rank", "digest"} - about.keys()
+        if missing:
+            raise KeyError(", ".join(sorted(missing)))
+        _tables(about)
+    except (OSError, LookupError, TypeError, AttributeError, ValueError, _safetensors().SafetensorError) as error:
         raise ValueError(
             f"{path} is damaged or not an exported cache ({type(error).__name__}: {error}); export it again"
         ) from error
     return about
 
 
+def _tables(about: dict[str, Any]) -> tuple[PageTable, ...]:
+    return tuple(PageTable(t["length"], t["first_rank"], tuple(t["pages"])) for t in about["tables"])
+
+
 def _check_content(cache: LatentCache, path: Path, about: dict[str, Any]) -> None:
     stated = {name: value for name, value in about.items() if name != "digest"}
-    with _safetensors().safe_open(path, "pt") as file:
-        names = list(file.keys())
-        complete = sorted(names) == sorted(_layer_names(cache))
-        if not complete or about["digest"] != _digest(stated, map(file.get_tensor, _layer_names(cache))):
-            raise ValueError(f"{path} is damaged: its content does not match its digest; export it again")
+    try:
+        with _safetensors().safe_open(path, "pt") as file:
+            intact = about["digest"] == _digest(stated, map(file.get_tensor, _layer_names(cache)))
+    except _safetensors().SafetensorError:
+        intact = False
+    if not intact:
+        raise ValueError(f"{path} is damaged: its content does not match its digest; export it again")
 
 
 def _identity(cache: LatentCache) -> dict[str, Any]:
     """What two caches must have in common for latents of one to be latents of the other."""
-    return {
-        "model": cache.model,
-        "num_layers": cache.num_layers,
-        "kv_lora_rank": cache.codec.kv_lora_rank,
-        "qk_rope_head_dim": cache.codec.qk_rope_head_dim,
-        "dtype": str(cache.codec.dtype),
-        "page_size": cache.page_size,
-    }
+    codec = cache.codec
+    values = (
+        cache.model, cache.num_layers, codec.kv_lora_rank, codec.qk_rope_head_dim, str(codec.dtype), cache.page_size
+    )  # fmt: skip
+    return dict(zip(_IDENTITY, values, strict=True))
 
 
 def _numbered_inside_files(book: PageBook, sequences: Sequence[int]) -> tuple[list[PageTable], list[list[int]]]:
@@ -232,6 +256,7 @@ def _file_name(rank: int, cp_size: int) -> str:
 def _digest(about: dict[str, Any], tensors: Iterable[Tensor]) -> str:
     digest = hashlib.sha256(json.dumps(about, sort_keys=True).encode())
     for tensor in tensors:
+        digest.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
         digest.update(tensor.contiguous().view(torch.uint8).numpy().data)
     return digest.hexdigest()
 

@@ -9,18 +9,22 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from laga_attn.agreement import agree
 from laga_attn.grid import ContextParallel
 from laga_attn.inference.cache import CacheMemory
-from laga_attn.inference.options import GenerateOptions, cache_dtype, check
-from laga_attn.inference.text import open_text
+from laga_attn.inference.options import GenerateOptions, cache_dtype, check, on_cuda
+from laga_attn.inference.text import Text, open_text
 from laga_attn.traffic import Traffic, traffic
 from laga_attn.train.errors import UsageError
+
+if TYPE_CHECKING:
+    from laga_attn.integrations.transformers import GenerationCache
 
 __all__ = ["Report", "generate", "run_worker"]
 
@@ -59,27 +63,19 @@ def generate(
     """Continue the prompt, showing the text as it comes. All ranks call this alike.
 
     Raises:
-        UsageError: a model that cannot do what is asked.
+        UsageError: a model that cannot be loaded or do what is asked, on all ranks.
     """
-    from transformers import AutoModelForCausalLM
-
-    from laga_attn.integrations.transformers import generation_cache, parallelize
-
-    factory: Any = AutoModelForCausalLM
-    model: Any = factory.from_pretrained(options.model, dtype="auto", local_files_only=True).to(device).eval()
-    text = open_text(options.model, model.config.vocab_size)
-    tokens = torch.tensor([text.encode(options.prompt)], device=device)
-    longest = model.config.max_position_embeddings
-    if tokens.shape[1] + options.max_new_tokens > longest:
-        raise UsageError(
-            f"{tokens.shape[1]} prompt tokens and --max-new-tokens {options.max_new_tokens} exceed the model's "
-            f"max_position_embeddings {longest}"
-        )
+    ready, error = None, None
     try:
-        parallelize(model, cp=cp)
-        cache = generation_cache(model, cp=cp, dtype=cache_dtype(options.cache_dtype))
-    except ValueError as error:
-        raise UsageError(f"--model {options.model}: {error}") from error
+        ready = _prepare(options, cp, device)
+    except UsageError as failure:
+        error = str(failure)
+    try:
+        agree(cp, {}, error)
+    except ValueError as failure:
+        raise UsageError(str(failure)) from failure
+    assert ready is not None
+    model, text, tokens, cache = ready
     torch.manual_seed(options.seed)
     sampling: dict[str, Any] = {"do_sample": False}
     if options.temperature:
@@ -107,6 +103,36 @@ def generate(
         decode_sent=last.sent - first.sent,
         memory=cache.latents.memory(),
     )
+
+
+def _prepare(
+    options: GenerateOptions, cp: ContextParallel, device: torch.device
+) -> tuple[Any, Text, Tensor, GenerationCache]:
+    """The model, its text, the prompt's tokens `[1, n]` and an empty cache."""
+    from safetensors import SafetensorError
+    from transformers import AutoModelForCausalLM
+
+    from laga_attn.integrations.transformers import generation_cache, parallelize
+
+    factory: Any = AutoModelForCausalLM
+    try:
+        model: Any = factory.from_pretrained(options.model, dtype="auto", local_files_only=True).to(device).eval()
+    except (OSError, ValueError, RuntimeError, LookupError, SafetensorError) as error:
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        raise UsageError(f"--model {options.model} cannot be loaded: {lines[0]}") from error
+    text = open_text(options.model, model.config.vocab_size)
+    tokens = torch.tensor([text.encode(options.prompt)], device=device)
+    longest = model.config.max_position_embeddings
+    if tokens.shape[1] + options.max_new_tokens > longest:
+        raise UsageError(
+            f"{tokens.shape[1]} prompt tokens and --max-new-tokens {options.max_new_tokens} exceed the model's "
+            f"max_position_embeddings {longest}"
+        )
+    try:
+        parallelize(model, cp=cp)
+        return model, text, tokens, generation_cache(model, cp=cp, dtype=cache_dtype(options.cache_dtype))
+    except ValueError as error:
+        raise UsageError(f"--model {options.model}: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,14 +202,8 @@ def run_worker(options: GenerateOptions) -> int:
 def _ranks(options: GenerateOptions) -> Iterator[tuple[ContextParallel, torch.device]]:
     """All processes as one context-parallel group, and the device of this one."""
     device = torch.device("cpu")
-    if options.device == "cuda" or (options.device == "auto" and torch.cuda.is_available()):
-        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-        if local_rank >= torch.cuda.device_count():
-            raise UsageError(
-                f"this machine has {torch.cuda.device_count()} CUDA devices for at least {local_rank + 1} processes; "
-                "start one process per device, or use --device cpu"
-            )
-        device = torch.device("cuda", local_rank)
+    if on_cuda(options):
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
     if "RANK" not in os.environ:
         yield ContextParallel.none(), device

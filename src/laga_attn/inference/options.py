@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
@@ -13,7 +14,7 @@ import torch
 from laga_attn.inference.storage import FP8
 from laga_attn.train.errors import UsageError
 
-__all__ = ["CacheDtype", "GenerateOptions", "cache_dtype", "check"]
+__all__ = ["CacheDtype", "GenerateOptions", "cache_dtype", "check", "on_cuda"]
 
 CacheDtype: TypeAlias = Literal["auto", "fp32", "bf16", "fp16", "fp8"]
 
@@ -75,6 +76,11 @@ def cache_dtype(name: CacheDtype) -> torch.dtype | None:
     return dtypes[name]
 
 
+def on_cuda(options: GenerateOptions) -> bool:
+    """Whether to compute on CUDA devices, one for each process."""
+    return options.device == "cuda" or (options.device == "auto" and torch.cuda.is_available())
+
+
 def check(options: GenerateOptions, processes: int) -> None:
     """Look at everything that can be wrong before a model is loaded.
 
@@ -88,6 +94,12 @@ def check(options: GenerateOptions, processes: int) -> None:
         raise UsageError(
             f"--cp {options.cp} is not the number of processes, {processes}: all of them share the cache of one text; "
             f"start {options.cp} with --nproc, or leave --cp out"
+        )
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", processes))
+    if on_cuda(options) and here > torch.cuda.device_count():
+        raise UsageError(
+            f"this machine has {torch.cuda.device_count()} CUDA devices for {here} processes; start one process per "
+            "device, or use --device cpu"
         )
     cache_dtype(options.cache_dtype)
     config = _config(options.model)

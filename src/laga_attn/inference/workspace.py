@@ -1,14 +1,16 @@
 """How much of the context is worked on at a time: from a byte budget.
 
 What is counted: rows on their way, rows picked from pages, latents in the dtype of queries, rebuilt K and V, and the
-copies of one head's keys and values that kernels make in the accumulation dtype. A kernel's tile of scores is not; its
-size does not depend on the context.
+copies of one head's keys and values that kernels make in the accumulation dtype. A kernel's tile of scores, and the few
+hundred keys that it packs for it, are not; their size does not depend on the context.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Final
+
+import torch
 
 from laga_attn.attention_plan import LatentDims
 
@@ -19,6 +21,10 @@ WORKSPACE: Final = 2**28
 
 _ENOUGH = 1024
 """Tokens of a block beyond which longer ones are no faster: heads are grouped wider instead."""
+
+_CACHED = 4096
+"""Tokens that absorbed attention reads at a time on a CPU: more, and the copies that kernels make of them leave the
+caches and are given back to the system after every call. Over 16K tokens of bf16 that took twice the time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +72,11 @@ def longest_chunk(budget: int, dims: LatentDims, itemsize: int) -> int:
     return budget // (dims.kv_head_dim * (itemsize + _acc_bytes(itemsize)))
 
 
-def pages_within(budget: int, dims: LatentDims, itemsize: int, page_size: int) -> int:
+def pages_within(budget: int, dims: LatentDims, itemsize: int, page_size: int, device: torch.device) -> int:
     """Pages that absorbed attention reads at a time; at least one."""
     copies = (dims.latent_dim + dims.kv_lora_rank) * _acc_bytes(itemsize)
-    return max(1, budget // (page_size * (dims.latent_dim * itemsize + copies)))
+    tokens = budget // (dims.latent_dim * itemsize + copies)
+    return max(1, (min(tokens, _CACHED) if device.type == "cpu" else tokens) // page_size)
 
 
 def _acc_bytes(itemsize: int) -> int:

@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from laga_attn.agreement import agree
 from laga_attn.grid import ContextParallel
-from laga_attn.integrations.transformers_generate import GenerationCache, finish_call, note_logits
+from laga_attn.integrations.transformers_generate import GenerationCache, finish_call
 from laga_attn.layout import SequenceLayout
 
 __all__ = ["install_hooks"]
@@ -23,25 +23,31 @@ Arguments = dict[str, Any]
 
 
 @dataclass(slots=True)
-class _Horizon:
-    """`[B or 1, 1]` last position of the longest document over all ranks, during a call of the decoder."""
+class _Call:
+    """What the hooks of one call of the model hand on.
+
+    Attributes:
+        last: `[B or 1, 1]` last position of the longest document over all ranks.
+        error: what is wrong with the outer model's arguments. The decoder's hook raises it, on all ranks: raised at
+            once, it would leave ranks whose call is right waiting for this one.
+    """
 
     last: Tensor | None = None
+    error: str | None = None
 
 
 def install_hooks(outer: Any, cp: ContextParallel) -> list[RemovableHandle]:
     """Forward hooks on a Transformers model, its decoder and its rotary embedding."""
     decoder = getattr(outer, outer.base_model_prefix, outer)
-    horizon = _Horizon()
-    hooks = [decoder.register_forward_pre_hook(partial(_prepare_call, cp, horizon), with_kwargs=True)]
+    state = _Call()
+    hooks = [decoder.register_forward_pre_hook(partial(_prepare_call, cp, state), with_kwargs=True)]
     if outer is not decoder:
-        hooks.append(outer.register_forward_pre_hook(_check_labels, with_kwargs=True))
-        hooks.append(outer.register_forward_pre_hook(note_logits, with_kwargs=True))
+        hooks.append(outer.register_forward_pre_hook(partial(_look_at_call, state), with_kwargs=True))
     hooks.append(decoder.register_forward_hook(finish_call, with_kwargs=True))
     rotary = decoder.rotary_emb
     if "dynamic" in rotary.rope_type or rotary.rope_type == "longrope":
         # Frequencies follow the largest position, which one rank alone holds: show it to all, then cut it.
-        hooks.append(rotary.register_forward_pre_hook(partial(_append_last, horizon), with_kwargs=True))
+        hooks.append(rotary.register_forward_pre_hook(partial(_append_last, state), with_kwargs=True))
         hooks.append(rotary.register_forward_hook(_drop_last))
     return hooks
 
@@ -53,11 +59,11 @@ def _by_name(module: nn.Module, args: tuple[Any, ...], kwargs: Arguments) -> Arg
 
 
 def _append_last(
-    horizon: _Horizon, rotary: nn.Module, args: tuple[Any, ...], kwargs: Arguments
+    state: _Call, rotary: nn.Module, args: tuple[Any, ...], kwargs: Arguments
 ) -> tuple[tuple[()], Arguments]:
     call = _by_name(rotary, args, kwargs)
-    assert horizon.last is not None  # the decoder's hook ran before
-    call["position_ids"] = torch.cat([call["position_ids"], horizon.last], dim=-1)
+    assert state.last is not None  # the decoder's hook ran before
+    call["position_ids"] = torch.cat([call["position_ids"], state.last], dim=-1)
     return (), call
 
 
@@ -66,12 +72,32 @@ def _drop_last(rotary: nn.Module, args: object, output: Any) -> Any:
     return output[:, :-1] if isinstance(output, Tensor) else tuple(part[:, :-1] for part in output)
 
 
-def _check_labels(outer: nn.Module, args: tuple[Any, ...], kwargs: Arguments) -> None:
+def _look_at_call(state: _Call, outer: nn.Module, args: tuple[Any, ...], kwargs: Arguments) -> None:
+    """Note what is wrong with a call of the outer model, and how many logits it wants."""
     call = _by_name(outer, args, kwargs)
+    keep = call.get("logits_to_keep")
+    cache = _cache_of(call)
+    faults = [*_label_faults(outer, call)]
+    if isinstance(cache, GenerationCache):
+        # So that no more hidden states are sent; a tensor picks some of all.
+        cache.last_columns = keep if isinstance(keep, int) and keep > 0 else None
+    elif isinstance(keep, Tensor) or keep:
+        faults.append(
+            "logits_to_keep counts from the end of the sequence, which one rank alone has, but would be applied to "
+            "each rank's part; leave it out, and pick rows of the logits by layout.rows(rank)"
+        )
+    state.error = faults[0] if faults else None
+
+
+def _cache_of(call: Arguments) -> object:
+    return call.get("past_key_values") if call.get("cache") is None else call["cache"]
+
+
+def _label_faults(outer: nn.Module, call: Arguments) -> Iterator[str]:
     given = [name for name in ("labels", "shift_labels") if call.get(name) is not None]
     whole = len(given) == 2 and call.get("num_items_in_batch") is not None
     if given and not (whole and type(outer).__name__.endswith("ForCausalLM")):
-        raise ValueError(
+        yield (
             f"{' and '.join(given)} cannot be used like this on a split sequence: the label of a rank's last "
             "token lives on another rank, and the mean runs over all ranks. Compute the loss from the logits "
             "with the labels of layout.shard_lm and laga_attn.gradients.token_mean_loss; or give a causal LM "
@@ -80,26 +106,27 @@ def _check_labels(outer: nn.Module, args: tuple[Any, ...], kwargs: Arguments) ->
 
 
 def _prepare_call(
-    cp: ContextParallel, horizon: _Horizon, decoder: nn.Module, args: tuple[Any, ...], kwargs: Arguments
+    cp: ContextParallel, state: _Call, decoder: nn.Module, args: tuple[Any, ...], kwargs: Arguments
 ) -> tuple[tuple[Any, ...], Arguments]:
     """Check a call of the decoder, then fill in the layout and the positions."""
     call = _by_name(decoder, args, kwargs)
     tokens = call.get("inputs_embeds") if call.get("input_ids") is None else call["input_ids"]
     if tokens is None:
         return args, kwargs  # the model asks for them itself
-    cache = call.get("past_key_values") if call.get("cache") is None else call["cache"]
+    error, state.error = state.error, None
+    cache = _cache_of(call)
     if isinstance(cache, GenerationCache):
-        call, horizon.last = cache.begin(call, tokens, cp)
+        call, state.last = cache.begin(call, tokens, cp, error)
         return (), call
     layout: SequenceLayout | None = call.get("layout")
     if layout is None:
         layout = SequenceLayout.zigzag(tokens.shape[1] * cp.size, cp.size)
-    error = next(_faults(call, layout, cp, tokens), None)
+    error = error or next(_faults(call, layout, cp, tokens), None)
     agree(cp, {"layout": layout, "shape of the tokens": tuple(tokens.shape)}, error)
 
     expected = layout.positions(cp.rank, tokens.device)[None]  # [1, s]
     positions = expected if call.get("position_ids") is None else call["position_ids"]
-    horizon.last = positions[:, :1] - expected[:, :1] + (max(layout.lengths) - 1)
+    state.last = positions[:, :1] - expected[:, :1] + (max(layout.lengths) - 1)
     return (), {**call, "layout": layout, "position_ids": positions, "use_cache": False}
 
 
@@ -113,7 +140,7 @@ def _faults(call: Arguments, layout: SequenceLayout, cp: ContextParallel, tokens
     if call.get("use_cache") or call.get("cache") is not None or call.get("past_key_values") is not None:
         yield (
             "of KV caches (use_cache=True, generate) only those of generation_cache(model, cp=cp) are supported; pass "
-            "one as past_key_values"
+            "one as cache"
         )
     packed = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
     if given := [name for name in packed if call.get(name) is not None]:

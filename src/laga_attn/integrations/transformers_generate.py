@@ -2,7 +2,7 @@
 
     laga.transformers.parallelize(model, cp=cp)
     cache = generation_cache(model, cp=cp)
-    model.generate(input_ids, past_key_values=cache, ...)
+    model.generate(input_ids, cache=cache, ...)
 
 All ranks call `generate` alike. Between the model's inputs and its decoder stands a step of `laga_attn.inference`: the
 rows of the batch lose their padding and become the new tokens of as many sequences, of which the decoder computes what
@@ -34,7 +34,7 @@ from laga_attn.integrations.transformers_lora import latent_and_weight
 from laga_attn.kernels import KernelName
 from laga_attn.layout import Index, LayoutKind
 
-__all__ = ["GenerationCache", "GenerationStep", "finish_call", "generation_cache", "note_logits"]
+__all__ = ["GenerationCache", "GenerationStep", "finish_call", "generation_cache"]
 
 Arguments = dict[str, Any]
 
@@ -51,7 +51,7 @@ def generation_cache(
     merge: str = "auto",
     workspace: int = WORKSPACE,
 ) -> GenerationCache:
-    """An empty cache for `generate(..., past_key_values=cache)` of a model given to `parallelize`.
+    """An empty cache for `generate(..., cache=cache)` of a model given to `parallelize`.
 
     Args:
         model: the model.
@@ -151,41 +151,52 @@ class GenerationCache(Cache):
         self.rebuild_from, self.kind, self.merge, self.workspace = rebuild_from, kind, merge, workspace
         self.sequences: list[int] = []
         self.columns = 0  # inputs per row so far, padding included: what Transformers calls the length
-        self.last_columns: int | None = None  # how many of them the next logits are for
+        self.last_columns: int | None = None  # how many of them the logits of this call are for; None: all
         self._weights: dict[int, Derived[Tensor]] = {}
 
     def adopt(self, sequences: Sequence[int]) -> None:
         """Go on from sequences of `latents`, one per row of the batch: forks of a prompt, or imported ones.
 
         Where their lengths differ, inputs need an `attention_mask` that shows each as padded on the left.
+
+        Raises:
+            ValueError: unknown sequences, or one for several rows.
         """
+        if len(set(sequences)) < len(sequences):
+            raise ValueError(f"each row needs a sequence of its own, got {list(sequences)}; make forks of shared ones")
+        self.columns = max(map(self.latents.length, sequences), default=0)
         self.sequences = list(sequences)
-        self.columns = max(map(self.latents.length, self.sequences), default=0)
 
     # What the hooks of a parallelized model call.
 
-    def begin(self, call: Arguments, tokens: Tensor, cp: ContextParallel) -> tuple[Arguments, Tensor]:
+    def begin(
+        self, call: Arguments, tokens: Tensor, cp: ContextParallel, error: str | None
+    ) -> tuple[Arguments, Tensor]:
         """Turn a call of the decoder into one on this rank's part of the new tokens.
 
         Args:
             call: the call's arguments by name.
             tokens: its `input_ids [B, S]` or `inputs_embeds [B, S, D]`.
+            cp: the ranks that the model was parallelized over.
+            error: what is wrong with the call as far as is known.
 
         Returns:
             The arguments to call it with, and `[1, 1]`: the last position of the longest sequence.
 
         Raises:
-            ValueError: on all ranks, if the call is wrong or differs on any of them; nothing has changed.
+            ValueError: on all ranks, if the call is wrong or differs on any of them; nothing has been stored.
         """
         batch, columns = tokens.shape[:2]
-        if not self.columns:
-            self.reset()  # of what a call that failed may have left
-            self.sequences = [self.latents.add() for _ in range(batch)]
+        fresh = not self.columns
+        held = [0] * batch if fresh else [self.latents.length(sequence) for sequence in self.sequences]
         real = torch.ones(batch, columns, dtype=torch.bool, device=tokens.device)
         if call.get("attention_mask") is not None and call["attention_mask"].ndim == 2:
             real = call["attention_mask"][:, -columns:].bool()
-        error = next(self._faults(call, tokens, real, cp), None)
+        error = error or next(self._faults(call, tokens, real, held, cp), None)
         agree(cp, {"tokens": _digest(tokens), "mask": _digest(real), "shape": tuple(tokens.shape)}, error)
+        if fresh:  # only now, that ranks which disagree still count their sequences alike
+            self.reset()  # of what a call that failed may have left
+            self.sequences = [self.latents.add() for _ in range(batch)]
         counts = dict(zip(self.sequences, real.sum(1).tolist(), strict=True))
         step = self.latents.plan(counts, rebuild_from=self.rebuild_from, kind=self.kind)
         name = "input_ids" if call.get("input_ids") is not None else "inputs_embeds"
@@ -205,6 +216,7 @@ class GenerationCache(Cache):
         """Count the tokens of a step whose layers have all run."""
         self.latents.commit(done.step)
         self.columns += done.real.shape[1]
+        self.last_columns = None
 
     def weight_of(self, module: Any) -> Tensor:
         """`kv_b_proj.weight` of an attention module, LoRA adapters added; computed when something has changed."""
@@ -223,16 +235,18 @@ class GenerationCache(Cache):
         derived = self._weights.setdefault(module.layer_idx, Derived())
         return derived.get(tuple(projection.parameters()), state, add_adapters)
 
-    def _faults(self, call: Arguments, tokens: Tensor, real: Tensor, cp: ContextParallel) -> Iterator[str]:
+    def _faults(
+        self, call: Arguments, tokens: Tensor, real: Tensor, held: list[int], cp: ContextParallel
+    ) -> Iterator[str]:
         batch, columns = tokens.shape[:2]
         if self.latents.cp is not cp and (self.latents.cp.size, self.latents.cp.rank) != (cp.size, cp.rank):
             yield (
                 f"the cache is spread over {self.latents.cp.size} ranks, but the model was parallelized over "
                 f"{cp.size}; give generation_cache the same cp"
             )
-        if batch != len(self.sequences):
+        if batch != len(held):
             yield (
-                f"the cache holds a batch of {len(self.sequences)} sequences, but the model got {batch}; "
+                f"the cache holds a batch of {len(held)} sequences, but the model got {batch}; "
                 "use another cache for another batch"
             )
             return
@@ -241,7 +255,6 @@ class GenerationCache(Cache):
             yield f"attention_mask has shape {list(mask.shape)}, but with a latent cache it is [{batch}, tokens so far]"
             return
         before = None if mask is None or mask.shape[1] == columns else mask[:, :-columns].sum(1).tolist()
-        held = [self.latents.length(sequence) for sequence in self.sequences]
         if before is not None and before != held:
             yield (
                 f"attention_mask shows {before} earlier tokens per row, but the cache holds {held}; tokens cannot be "
@@ -282,8 +295,11 @@ class GenerationCache(Cache):
         """Remove the last `-tokens_to_remove` tokens of every sequence, as `generate` asks when drafts are rejected."""
         if tokens_to_remove > 0:
             raise ValueError(f"crop takes the negative number of tokens to remove, got {tokens_to_remove}")
-        for sequence in self.sequences:
-            self.latents.truncate(sequence, self.latents.length(sequence) + tokens_to_remove)
+        lengths = [self.latents.length(sequence) + tokens_to_remove for sequence in self.sequences]
+        if min(lengths, default=0) < 0:
+            raise ValueError(f"crop({tokens_to_remove}) would remove more tokens than the shortest sequence has")
+        for sequence, length in zip(self.sequences, lengths, strict=True):
+            self.latents.truncate(sequence, length)
         self.columns += tokens_to_remove
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -337,14 +353,6 @@ class GenerationCache(Cache):
 
     def __repr__(self) -> str:
         return f"GenerationCache({len(self.sequences)} sequences, {self.columns} columns, {self.latents.memory()})"
-
-
-def note_logits(outer: nn.Module, args: tuple[Any, ...], kwargs: Arguments) -> None:
-    """Forward pre-hook on the outer model: how many positions logits are wanted for, so that no more are sent."""
-    cache = kwargs.get("cache", kwargs.get("past_key_values"))
-    if isinstance(cache, GenerationCache):
-        keep = kwargs.get("logits_to_keep")
-        cache.last_columns = keep if isinstance(keep, int) and keep > 0 else None
 
 
 def finish_call(decoder: nn.Module, args: object, kwargs: Arguments, output: Any) -> Any:

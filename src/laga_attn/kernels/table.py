@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, cast
 
@@ -12,86 +12,67 @@ from torch import Tensor
 import laga_attn.kernels.blockwise
 import laga_attn.kernels.reference
 import laga_attn.kernels.sdpa  # noqa: F401  (importing a kernel registers its operators)
-from laga_attn.kernels import avx512
+from laga_attn.kernels import avx512, cudnn, flash
 from laga_attn.kernels.problem import check_backward, check_forward
+from laga_attn.kernels.support import (
+    ANY_DIMS,
+    CUDNN_DIMS,
+    EQUAL_DIMS,
+    EVEN_DIMS,
+    FLASH3_DIMS,
+    FLASH4_DIMS,
+    MULTIPLES_OF_8,
+    Case,
+    Support,
+)
 from laga_attn.spans import Span, pack_spans
 
-__all__ = ["TABLE", "Kernel", "KernelName", "Support", "kernels_here", "select", "support_table"]
+__all__ = ["TABLE", "Kernel", "KernelName", "kernels_here", "select", "support_table"]
 
-KernelName = Literal["auto", "avx512", "blockwise", "reference", "sdpa"]
+KernelName = Literal["auto", "avx512", "blockwise", "cudnn", "flash3", "flash4", "reference", "sdpa"]
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-
-
-@dataclass(frozen=True, slots=True)
-class HeadDims:
-    """A rule on (qk_head_dim, v_head_dim), and the same rule in words."""
-
-    accepts: Callable[[int, int], bool]
-    words: str
-
-
-_ANY_DIMS = HeadDims(lambda qk, v: True, "any")
-_EQUAL_DIMS = HeadDims(lambda qk, v: qk == v, "qk_head_dim == v_head_dim")
-_EVEN_DIMS = HeadDims(lambda qk, v: qk % 2 == v % 2 == 0, "both even")
-_MULTIPLES_OF_8 = HeadDims(lambda qk, v: qk % 8 == 0 and v % 8 == 0, "both multiples of 8")
-
-
-@dataclass(frozen=True, slots=True)
-class Support:
-    """One row of the table: what a kernel computes on a kind of device."""
-
-    name: str
-    devices: tuple[str, ...]  # torch device types; empty: any
-    dtypes: tuple[torch.dtype, ...]
-    head_dims: HeadDims
-    window: bool  # sliding-window spans
-    shared_kv: bool  # one key/value head for all query heads
-    how: str
-    missing: Callable[[torch.dtype], str | None] = lambda dtype: None  # what this machine lacks to compute in a dtype
-
-    def refusal(self, case: Case) -> str | None:
-        """Why this row cannot compute ``case``; None if it can."""
-        if self.devices and case.device not in self.devices:
-            return f"device {case.device}: it runs on {', '.join(self.devices)}"
-        if case.dtype not in self.dtypes:
-            return f"{case.dtype}: it takes {', '.join(str(d).removeprefix('torch.') for d in self.dtypes)}"
-        if not self.head_dims.accepts(case.qk_head_dim, case.v_head_dim):
-            return f"head dims {case.qk_head_dim}/{case.v_head_dim}: it needs {self.head_dims.words}"
-        if case.window and not self.window:
-            return "window: it has no sliding window"
-        if case.shared_kv and not self.shared_kv:
-            return "shared key/value head: it would hold key and value gradients of every head"
-        return self.missing(case.dtype)
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """What a caller wants computed."""
-
-    device: str
-    dtype: torch.dtype
-    qk_head_dim: int
-    v_head_dim: int
-    window: bool
-    shared_kv: bool
+_HALF = (torch.bfloat16, torch.float16)
 
 
 # In order of preference: "auto" takes the first row that accepts the case.
 TABLE: tuple[Support, ...] = (
-    Support("sdpa", ("cuda",), _DTYPES[1:], _MULTIPLES_OF_8, False, False, "torch memory-efficient attention"),
+    Support(
+        "flash3",
+        ("cuda",),
+        _HALF,
+        FLASH3_DIMS,
+        True,
+        False,
+        "FlashAttention 3",
+        flash.missing_flash3,
+        lse_gradient=False,
+    ),
+    Support("flash4", ("cuda",), _HALF, FLASH4_DIMS, True, False, "FlashAttention 4", flash.missing_flash4),
+    Support(
+        "cudnn",
+        ("cuda",),
+        _HALF,
+        CUDNN_DIMS,
+        False,
+        False,
+        "cuDNN attention through torch",
+        cudnn.missing,
+        lse_gradient=False,
+    ),
+    Support("sdpa", ("cuda",), _DTYPES[1:], MULTIPLES_OF_8, False, False, "torch memory-efficient attention"),
     Support(
         "avx512",
         ("cpu",),
         (torch.float32, torch.bfloat16),
-        _EVEN_DIMS,
+        EVEN_DIMS,
         True,
         True,
         "compiled blockwise attention, also straight from latents",
         avx512.missing,
     ),
-    Support("blockwise", (), _DTYPES, _ANY_DIMS, True, True, "matrix products and online softmax, tile by tile"),
-    Support("sdpa", ("cpu",), _DTYPES, _EQUAL_DIMS, False, False, "torch flash attention for CPU"),
-    Support("reference", (), _DTYPES, _ANY_DIMS, True, True, "plain formulas with full score matrices"),
+    Support("blockwise", (), _DTYPES, ANY_DIMS, True, True, "matrix products and online softmax, tile by tile"),
+    Support("sdpa", ("cpu",), _DTYPES, EQUAL_DIMS, False, False, "torch flash attention for CPU"),
+    Support("reference", (), _DTYPES, ANY_DIMS, True, True, "plain formulas with full score matrices"),
 )
 
 
@@ -223,17 +204,19 @@ def select(
     v_head_dim: int,
     window: bool = False,
     shared_kv: bool = False,
+    lse_gradient: bool = False,
 ) -> Kernel:
     """Choose the kernel for a case: the named one, or the best that can compute it for ``"auto"``.
 
     Args:
-        name: "auto", "avx512", "blockwise", "reference" or "sdpa".
+        name: "auto", or the name of a row of the table.
         device: where the tensors are.
         dtype: their dtype.
         qk_head_dim: head dim of queries and keys.
         v_head_dim: head dim of values.
         window: whether a span has a sliding window.
         shared_kv: whether one key/value head serves all query heads.
+        lse_gradient: whether the LSE may get a gradient.
 
     Raises:
         ValueError: an unknown name, or no row of the table accepts the case; the message lists every reason.
@@ -241,7 +224,7 @@ def select(
     names = ("auto", *dict.fromkeys(row.name for row in TABLE))
     if name not in names:
         raise ValueError(f"unknown kernel {name!r}: choose one of {', '.join(names)}")
-    case = Case(torch.device(device).type, dtype, qk_head_dim, v_head_dim, window, shared_kv)
+    case = Case(torch.device(device).type, dtype, qk_head_dim, v_head_dim, window, shared_kv, lse_gradient)
     reasons = []
     for row in TABLE:
         if name not in ("auto", row.name):
@@ -270,13 +253,14 @@ def support_table(
     v_head_dim: int,
     window: bool = False,
     shared_kv: bool = False,
+    lse_gradient: bool = False,
 ) -> list[dict[str, str]]:
     """The table for one case, a dict of plain strings a row.
 
-    Keys: kernel, how, devices, dtypes, head dims, window, shared key/value head, usable. The last is "yes",
-    "yes (auto)" for the row that ``select("auto", ...)`` takes, or the reason why not.
+    Keys: kernel, how, devices, dtypes, head dims, window, shared key/value head, gradient of the LSE, usable. The
+    last is "yes", "yes (auto)" for the row that ``select("auto", ...)`` takes, or the reason why not.
     """
-    case = Case(torch.device(device).type, dtype, qk_head_dim, v_head_dim, window, shared_kv)
+    case = Case(torch.device(device).type, dtype, qk_head_dim, v_head_dim, window, shared_kv, lse_gradient)
     reasons = [row.refusal(case) for row in TABLE]
     chosen = reasons.index(None) if None in reasons else None
     return [
@@ -288,6 +272,7 @@ def support_table(
             "head dims": row.head_dims.words,
             "window": "yes" if row.window else "no",
             "shared key/value head": "yes" if row.shared_kv else "no",
+            "gradient of the LSE": "yes" if row.lse_gradient else "no",
             "usable": ("yes (auto)" if i == chosen else "yes") if reason is None else reason,
         }
         for i, (row, reason) in enumerate(zip(TABLE, reasons, strict=True))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import tempfile
 import time
 from collections.abc import Callable
@@ -126,6 +127,9 @@ def demo(
         console.print("[bold]Comparing schemes[/bold] on the trained weights")
         measurements = compare(home / "model", seq_len)
     console.print(_table(measurements, seq_len))
+    if out is not None:
+        words = ["laga-attn", "generate", "--model", str(home / "model"), "--prompt", "def main(", "--cp", str(_RANKS)]
+        console.print(f"Let it write: {shlex.join(words)}", soft_wrap=True, markup=False, highlight=False)
 
 
 def compare(model: Path, seq_len: int) -> dict[Case, Measurement]:

@@ -61,7 +61,10 @@ def train(run: Run, device: torch.device, stop: StopRequest, console: Console) -
     groups = optimizer_groups(model, options.weight_decay)
     optimizer = torch.optim.AdamW(groups, lr=options.lr, betas=(0.9, 0.95))
     worker = _Worker(run, rank, device, model, optimizer)
+    decay = [group["weight_decay"] for group in optimizer.param_groups]
     step, position = _resume(worker, console)
+    for group, value in zip(optimizer.param_groups, decay, strict=True):
+        group["weight_decay"] = value  # a checkpoint brings its own
     if step >= options.steps and rank == 0:
         console.print(f"{options.out} is already at step {step} of {options.steps}; nothing to train")
 

@@ -217,9 +217,9 @@ def forward_backward(ddp: Any, batch: Batch, parallel: Parallel, scale: float = 
     return logits, share.detach(), local
 
 
-def step_of(model: Model, batch: Batch, parallel: Parallel, ddp_options: dict[str, Any] | None = None) -> Step:
+def step_of(model: Model, batch: Batch, parallel: Parallel, spec: Any = None) -> Step:
     """One step of Megatron's own DDP."""
-    ddp = wrap(build(model, parallel), **(ddp_options or {}))
+    ddp = wrap(build(model, parallel, spec))
     ddp.zero_grad_buffer()
     logits, share, local = forward_backward(ddp, batch, parallel)
     finish_gradients(ddp, parallel)

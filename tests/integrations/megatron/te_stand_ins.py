@@ -7,14 +7,20 @@ and an up-projection with its norm fused in.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
 import torch
+from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer import multi_latent_attention
 from torch import Tensor, nn
+
+try:
+    from megatron.core.transformer import mla_qk_norm_config
+except ImportError:  # releases before 0.19 take the norms as the spec has them
+    mla_qk_norm_config = None
 
 __all__ = ["DuplicatedLinear", "NormColumnParallelLinear", "te_stand_ins"]
 
@@ -58,8 +64,18 @@ class NormColumnParallelLinear(ColumnParallelLinear):  # type: ignore[misc]
         return super().forward(x if self.layer_norm_bias is None else x + self.layer_norm_bias)
 
 
+class FusingBackend(LocalSpecProvider):  # type: ignore[misc]
+    """Local layers, and an up-projection with its norm fused in."""
+
+    def column_parallel_layer_norm_linear(self) -> type:
+        return NormColumnParallelLinear
+
+
 @contextmanager
 def te_stand_ins() -> Iterator[None]:
-    """Let the MLA layer take `DuplicatedLinear` for `TELinear` inside the block."""
-    with mock.patch.object(multi_latent_attention, "TELinear", DuplicatedLinear):
+    """Let the MLA layer take these layers for Transformer Engine's inside the block."""
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(multi_latent_attention, "TELinear", DuplicatedLinear))
+        if mla_qk_norm_config is not None:
+            stack.enter_context(mock.patch.object(mla_qk_norm_config, "get_backend", return_value=FusingBackend()))
         yield

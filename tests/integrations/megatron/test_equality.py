@@ -6,21 +6,8 @@ import pytest
 
 from laga_attn.auto import legal_degrees
 from laga_attn.integrations.megatron import with_laga
-from laga_attn.integrations.megatron.features import FUSED_ATTENTION
 from tests.compare import assert_close
-from tests.integrations.megatron.models import (
-    HEADS,
-    Batch,
-    Model,
-    Step,
-    build,
-    finish_gradients,
-    forward_backward,
-    gather,
-    spec_of,
-    step_of,
-    wrap,
-)
+from tests.integrations.megatron.models import HEADS, Batch, Model, Step, config_of, step_of
 from tests.integrations.megatron.te_stand_ins import te_stand_ins
 from tests.integrations.megatron.world import Parallel, megatron_ranks
 
@@ -71,15 +58,32 @@ def test_logits_loss_and_all_gradients_equal_the_stock_model(ranks, stock, paral
 
 
 @pytest.mark.parametrize("scheme", ["laga", "explicit", "absorbed", "auto"])
-@pytest.mark.parametrize("parallel", [Parallel(cp=4), TP_CP_SP], ids=str)
+@pytest.mark.parametrize("parallel", LAYOUTS, ids=str)
 def test_every_scheme_and_every_legal_degree(ranks, stock, parallel, scheme):
     degrees = [*legal_degrees(parallel.cp, HEADS // parallel.tp), "auto"]
     assert len(degrees) >= 3
+    experts = None if parallel == TP_CP else 4
     for batch in (SEQUENCES, DOCUMENTS):
         for degree in degrees:
-            model = Model(scheme=scheme, ulysses_degree=degree, rope_type="yarn")
+            model = Model(scheme=scheme, ulysses_degree=degree, rope_type="yarn", experts=experts)
             name = f"{scheme} U={degree} packed={batch.packed}"
             assert_same(ranks(4).run(step, model, batch, parallel)[0], stock(model, batch), name)
+
+
+def mixed_step(ctx, model: Model, parallel: Parallel) -> Step:
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+
+    with megatron_ranks(parallel):
+        block = get_gpt_decoder_block_spec(config_of(model, parallel), use_transformer_engine=False)
+        schemes = ("laga", "absorbed", "explicit", "auto")
+        block.layer_specs = [with_laga(s, scheme=scheme) for s, scheme in zip(block.layer_specs, schemes, strict=True)]
+        return step_of(model, DOCUMENTS, parallel, block)
+
+
+@pytest.mark.parametrize("parallel", [Parallel(cp=4), TP_CP_SP], ids=str)
+def test_layers_of_a_block_with_a_scheme_each(ranks, stock, parallel):
+    model = Model(layers=4, experts=4)
+    assert_same(ranks(4).run(mixed_step, model, parallel)[0], stock(model, DOCUMENTS), f"{parallel}")
 
 
 @pytest.mark.parametrize("save", ["latent", "gathered", "kv"])
@@ -122,39 +126,3 @@ def test_projections_as_in_transformer_engines_spec(ranks, stock, parallel, batc
     """The down-projection is whole on every rank, and the norm is fused into the up-projection."""
     model = Model(te_layers=True, options=options)
     assert_same(ranks(4).run(step, model, batch, parallel)[0], stock(model, batch), f"{parallel}")
-
-
-def fused_step(ctx, model: Model, parallel: Parallel):
-    """A step with one down-projection for query and latent, made from the weights of the two."""
-    from megatron.core.tensor_parallel.layers import ColumnParallelLinear
-
-    with megatron_ranks(parallel):
-        separate = build(model, parallel)
-        spec = spec_of(model.with_(scheme=None))
-        spec.submodules.self_attention.module = FUSED_ATTENTION
-        spec.submodules.self_attention.submodules.linear_qkv_down_proj = ColumnParallelLinear
-        fused = build(model, parallel, spec if model.scheme is None else with_laga(spec, scheme=model.scheme))
-        weights = {name: value for name, value in separate.state_dict().items() if "_extra_state" not in name}
-        fused.load_state_dict(weights, strict=False)
-        ddp = wrap(fused)
-        ddp.zero_grad_buffer()
-        logits, share, local = forward_backward(ddp, SEQUENCES, parallel)
-        finish_gradients(ddp, parallel)
-        grads = gather(ddp, logits, share, local, parallel)
-        named = dict(fused.named_parameters())
-        for name in [name for name in named if "linear_qkv_down_proj" in name]:
-            # On every rank its share of the query's rows, then its share of the latent's.
-            both = grads.grads.pop(name).unflatten(0, (parallel.tp, -1))
-            q_rows = model.q_lora_rank // parallel.tp
-            for part, kind in ((both[:, :q_rows], "q"), (both[:, q_rows:], "kv")):
-                grads.grads[name.replace("qkv_down", f"{kind}_down")] = part.flatten(0, 1)
-        return grads
-
-
-@pytest.mark.skipif(
-    FUSED_ATTENTION is None, reason="this megatron-core has no fused down-projection (0.17 and later do)"
-)
-@pytest.mark.parametrize("parallel", [Parallel(cp=2), TP_CP, TP_CP_SP], ids=str)
-def test_one_down_projection_for_query_and_latent(ranks, stock, parallel):
-    actual = ranks(4).run(fused_step, Model(), parallel)[0]
-    assert_same(actual, stock(Model(), SEQUENCES), f"{parallel}")

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from laga_attn.integrations.megatron import rotary
 from tests.compare import assert_bitwise, assert_close
 from tests.integrations.megatron.models import (
     VOCABULARY,
@@ -22,6 +23,7 @@ from tests.integrations.megatron.models import (
     forward_backward,
     local_batch,
     spec_of,
+    step_of,
     whole_parameter,
     wrap,
 )
@@ -234,6 +236,40 @@ def test_pipeline_stages(ranks):
     assert grads.keys() == expected.keys()
     for name, grad in expected.items():
         assert_close(grads[name], grad, rel=1e-5, name=name)
+
+
+def fused_rotary(x, cos, sin, plain, width, slots, cp_rank, cp_size):
+    """Megatron's fused kernel in plain torch: it rotates pairs of neighbours and puts all first ones before the second.
+
+    Of documents the tables are whole, otherwise they hold the rows of this rank.
+    """
+    places = torch.arange(len(x))
+    if slots is not None:
+        chunks = [torch.arange(length).chunk(2 * cp_size) for length in slots.diff().tolist()]
+        places = torch.cat([part for c in chunks for part in (c[cp_rank], c[2 * cp_size - 1 - cp_rank])])
+    rows = (-1, *[1] * (x.ndim - 2), width // 2)
+    (cos_left, cos_right), (sin_left, sin_right) = (
+        [half.reshape(rows) for half in table[places].chunk(2, dim=-1)] for table in (cos, sin)
+    )
+    first, second = x[..., plain::2], x[..., plain + 1 :: 2]
+    left, right = first * cos_left - second * sin_left, second * cos_right + first * sin_right
+    return torch.cat([x[..., :plain], left, right], dim=-1)
+
+
+def rotary_step(ctx, model: Model, batch: Batch, parallel: Parallel):
+    with megatron_ranks(parallel), mock.patch.object(rotary, "FUSED_ROTARY", fused_rotary):
+        return step_of(model, batch, parallel)
+
+
+@pytest.mark.parametrize("batch", [Batch(), BATCH], ids=["sbhd", "thd"])
+@pytest.mark.parametrize("parallel", [Parallel(cp=2), TP_CP_SP], ids=str)
+def test_rotation_by_the_fused_kernel(ranks, parallel, batch):
+    model = Model(rope_type="yarn")
+    fused = ranks(4).run(rotary_step, model.with_(options={"apply_rope_fusion": True}), batch, parallel)[0]
+    plain = ranks(4).run(rotary_step, model, batch, parallel)[0]
+    assert_close(fused.logits, plain.logits, rel=1e-5, name="logits")
+    for name, grad in plain.grads.items():
+        assert_close(fused.grads[name], grad, rel=1e-5, name=name)
 
 
 def repacked(ctx, pad_token: int):

@@ -7,13 +7,14 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType
 
-from laga_attn.integrations.megatron import support_table
+from laga_attn.integrations.megatron import features, rotary, support_table
 from laga_attn.integrations.megatron.masks import is_causal, window_of
 from laga_attn.integrations.megatron.packing import check_packed, layout_of
 from laga_attn.integrations.megatron.refusals import REFUSALS, SUPPORTED, check_config
@@ -22,10 +23,11 @@ from tests.integrations.megatron.models import Model, build, spec_of
 from tests.integrations.megatron.world import Parallel, megatron_ranks
 
 
-def construct(ctx, model: Model, parallel: Parallel) -> str:
+def construct(ctx, model: Model, parallel: Parallel) -> list[int | None]:
+    """Ulysses degrees of the two layers of a model."""
     with megatron_ranks(parallel):
-        core = build(model, parallel).decoder.layers[0].self_attention.core_attention
-        return f"U={core.cp.ulysses_degree}"
+        layers = build(model, parallel).decoder.layers
+        return [layer.self_attention.core_attention.cp.ulysses_degree for layer in layers]
 
 
 @pytest.mark.parametrize(
@@ -47,6 +49,7 @@ def test_options_that_cannot_work_are_refused_at_construction(ranks, option, val
         ({"fp8": "hybrid"}, "fp8='hybrid' .*bf16"),
         ({"fp4": "e2m1"}, "fp4='e2m1' .*bf16"),
         ({"experimental_attention_variant": "dsa"}, "experimental_attention_variant='dsa' .*leave those layers"),
+        ({"gtp_weight_remat_size": 2}, "gtp_weight_remat_size=2 .*leave tensor_parallel_num_weight_shards"),
         (
             {"fine_grained_activation_offloading": True, "offload_modules": ["core_attn"]},
             r"offload_modules=\['core_attn'\] .*leave 'core_attn' out",
@@ -61,17 +64,26 @@ def test_options_that_need_other_hardware_to_be_set_are_refused_too(options, mes
 def test_a_plain_configuration_is_not_refused():
     check_config(SimpleNamespace())
     check_config(
-        SimpleNamespace(fp8=None, attention_dropout=0.0, offload_modules=["core_attn"], softmax_type="vanilla")
-    )
+        SimpleNamespace(
+            fp8=None, attention_dropout=0.0, offload_modules=["core_attn"], softmax_type="vanilla",
+            gtp_weight_remat_size=1,
+        )
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("cp_comm_type", "degree", "expected"),
-    [(None, "auto", None), ("p2p", 2, 2), ("all_gather", "auto", 1), ("a2a", "auto", 4), ("a2a", 4, 4)],
+    [
+        (None, "auto", [None, None]),
+        ("p2p", 2, [2, 2]),
+        ("all_gather", "auto", [1, 1]),
+        ("a2a", "auto", [4, 4]),
+        ("a2a", 4, [4, 4]),
+    ],
 )
 def test_cp_comm_type_is_replaced_by_a_ulysses_degree(ranks, cp_comm_type, degree, expected):
     model = Model(ulysses_degree=degree, options={"cp_comm_type": cp_comm_type})
-    assert ranks(4).run(construct, model, Parallel(cp=4)) == [f"U={expected}"] * 4
+    assert ranks(4).run(construct, model, Parallel(cp=4)) == [expected] * 4
 
 
 @pytest.mark.parametrize(
@@ -100,7 +112,7 @@ def construct_with_comm_type(ctx, model: Model, cp_comm_type: str | None) -> Non
 
 def call(ctx, model: Model, arguments: dict[str, Any], change: str | None = None) -> None:
     """Call the attention of a layer that was built in order, after changing something about it."""
-    with megatron_ranks(Parallel()):
+    with megatron_ranks(Parallel()), mock.patch.object(rotary, "FUSED_ROTARY", None):
         attention = build(model, Parallel()).decoder.layers[0].self_attention
         if change == "wrapped up-projection":
             attention.linear_kv_up_proj = torch.nn.Sequential(attention.linear_kv_up_proj)
@@ -231,6 +243,19 @@ def test_the_support_table_holds_every_refusal_and_every_feature():
 def test_the_guide_holds_the_support_table():
     guide = Path(__file__).resolve().parents[3] / "docs" / "megatron.md"
     assert support_table() in guide.read_text(encoding="utf-8")
+
+
+def test_a_release_that_is_too_old_is_refused():
+    with (
+        mock.patch.object(features.mla, "MLASelfAttention", torch.nn.Linear),
+        pytest.raises(ImportError, match=r"neither pg_collection nor model_comm_pgs.*use megatron-core 0\.14 or newer"),
+    ):
+        features._groups_attribute()
+
+
+def test_without_the_fused_rotary_kernel_the_option_is_refused(ranks):
+    model = Model(rope_type="yarn", options={"apply_rope_fusion": True})
+    ranks(4).run_raises(call, model, {}, match="apply_rope_fusion needs Megatron's fused MLA RoPE kernel.*=False")
 
 
 def test_without_megatron_the_error_says_how_to_install_it():

@@ -63,21 +63,31 @@ def sizes(model: Model, parallel: Parallel) -> tuple[int, int, int, int, int]:
 @pytest.mark.parametrize("scheme", ["laga", "explicit", "absorbed"])
 def test_the_ledger_equals_the_formulas_when_all_ranks_exchange_heads(ranks, scheme, sequence_parallel):
     parallel = Parallel(tp=2, cp=2, sequence_parallel=sequence_parallel)
-    model = Model(scheme=scheme, ulysses_degree=2, layers=1)
+    model = Model(scheme=scheme, ulysses_degree=2, layers=2)
     s, heads, qk, v, latent = sizes(model, parallel)
-    away = (parallel.cp - 1) / parallel.cp
+    away, others = (parallel.cp - 1) / parallel.cp, parallel.cp - 1
+    elements = {  # of one layer
+        ("query", "forward"): s * heads * qk * away,
+        ("output", "forward"): s * heads * v * away,
+        ("output_grad", "backward"): s * heads * (v + 1) * away,  # with a number for the softmax
+        ("query_grad", "backward"): s * heads * qk * away,
+    }
+    if scheme == "explicit":
+        elements |= {
+            ("key_value", "forward"): s * heads * (qk + v) * away,
+            ("key_value_grad", "backward"): s * heads * (qk + v) * away,
+        }
+    else:
+        elements |= {
+            ("latent", "forward"): s * latent * others,
+            ("latent", "backward"): s * latent * others,  # save="latent": gathered again
+            ("latent_grad", "backward"): s * latent * others,
+        }
     for ledger, *_ in ranks(4).run(observe, model, parallel):
-        assert ledger.sent("query") == s * heads * qk * away * ITEM
-        assert ledger.sent("output") == s * heads * v * away * ITEM
-        if scheme == "explicit":
-            assert ledger.sent("key_value", "forward") == s * heads * (qk + v) * away * ITEM
-            assert ledger.sent("key_value_grad") == ledger.sent("key_value", "forward")
-            assert ledger.sent("latent") == 0
-        else:
-            for phase in ("forward", "backward"):  # save="latent": gathered again
-                assert ledger.sent("latent", phase) == s * latent * (parallel.cp - 1) * ITEM
-            assert ledger.sent("latent_grad") == s * latent * (parallel.cp - 1) * ITEM
-            assert ledger.sent("key_value") == ledger.sent("key_value_grad") == 0
+        sent = dict.fromkeys(elements, 0)
+        for record in ledger.select():
+            sent[record.kind, record.phase] += record.sent
+        assert sent == {key: model.layers * number * ITEM for key, number in elements.items()}
         assert ledger.sent() == ledger.received()
 
 
@@ -96,15 +106,20 @@ def test_without_head_exchange_only_visible_latents_travel(ranks, parallel):
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_no_keys_and_values_of_heads_are_ever_communicated(ranks, sequence_parallel):
-    """Everything that torch sends between context-parallel ranks is accounted for, and is as wide as a latent."""
+@pytest.mark.parametrize("degree", [1, 2])
+def test_no_keys_and_values_of_heads_are_ever_communicated(ranks, sequence_parallel, degree):
+    """Everything that torch sends between context-parallel ranks is accounted for: latents, and queries and outputs."""
     parallel = Parallel(tp=2, cp=2, sequence_parallel=sequence_parallel)
-    model = Model(scheme="laga", ulysses_degree=1, layers=1)
-    *_, latent = sizes(model, parallel)
+    model = Model(scheme="laga", ulysses_degree=degree, layers=1)
+    *_, qk, v, latent = sizes(model, parallel)
+    kinds, widths = {"latent", "latent_grad"}, {latent}
+    if degree > 1:  # gradients of outputs bring a number for the softmax along
+        kinds, widths = kinds | {"query", "output", "query_grad", "output_grad"}, widths | {qk, v, v + 1}
     for ledger, messages, cp_ranks, _ in ranks(4).run(observe, model, parallel):
         between_cp = [(op, shape, dtype) for op, group, shape, dtype in messages if group == cp_ranks]
         data = [(op, shape) for op, shape, dtype in between_cp if dtype == torch.float32]
-        assert {shape[-1] for _, shape in data} == {latent}
+        assert {record.kind for record in ledger.select()} == kinds
+        assert {shape[-1] for _, shape in data} == widths
         # Each ledger entry is one collective with an input and an output; all else are digests of arguments.
         assert len(data) == 2 * len(ledger.select())
         assert {dtype for _, _, dtype in between_cp} == {torch.float32, torch.uint8}

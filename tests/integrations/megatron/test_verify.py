@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from unittest import mock
 
 import pytest
@@ -24,7 +25,11 @@ def verified(ctx, model: Model, parallel: Parallel, with_stock: bool, wrapped: b
         local = local_batch(BATCH, parallel)
         batch = {**local.arguments, "labels": local.labels}
         layer = gpt.decoder.layers[0].self_attention
-        before = type(layer), layer.core_attention, layer.core_attention.options, gpt.training
+        gpt.decoder.layers[1].eval()  # a frozen part
+        core = layer.core_attention
+        core.current_max_attn_logits = torch.full((1,), -7.0)  # of the micro-batches so far
+        modes = [module.training for module in gpt.modules()]
+        before = type(layer), core, core.options, core.current_max_attn_logits
         if broken:
             scheme, original = model.scheme, core_module.latent_attention
 
@@ -36,7 +41,9 @@ def verified(ctx, model: Model, parallel: Parallel, with_stock: bool, wrapped: b
                 result = verify(outer, batch, local.counted)
         else:
             result = verify(outer, batch, local.counted)
-        assert (type(layer), layer.core_attention, layer.core_attention.options, gpt.training) == before
+        core = layer.core_attention
+        assert (type(layer), core, core.options, core.current_max_attn_logits) == before
+        assert [module.training for module in gpt.modules()] == modes
         assert all(p.grad is None and not torch.count_nonzero(getattr(p, "main_grad", torch.zeros(1)))
                    for p in gpt.parameters())  # fmt: skip
         if wrapped:
@@ -75,14 +82,46 @@ def test_the_report_names_the_worst_parameters():
     assert [line.split() for line in report[3:]] == [[f"1.0e-0{i}" if i else "1.0e+00", f"p{i}"] for i in range(5)]
 
 
-def refused(ctx, what: str) -> None:
+def broken_gradient(ctx, kind: str) -> dict[str, float]:
+    """Errors when backward gives one parameter NaN, or nothing, on the second run."""
     with megatron_ranks(Parallel()):
-        scheme = None if what == "layers" else "laga"
-        verify(build(Model(scheme=scheme), Parallel()), {} if what == "labels" else {"labels": torch.zeros(1)})
+        gpt = build(Model(), Parallel())
+        local = local_batch(BATCH, Parallel())
+        weight, calls = gpt.decoder.layers[0].self_attention.linear_kv_up_proj.weight, []
+
+        def spoil(parameter: torch.Tensor) -> None:
+            calls.append(parameter)
+            if len(calls) == 2:
+                parameter.grad = None if kind == "missing" else parameter.grad * float("nan")
+
+        weight.register_post_accumulate_grad_hook(spoil)
+        result = verify(gpt, {**local.arguments, "labels": local.labels}, local.counted)
+        assert len(calls) == 2
+        return result.gradients | {"worst": result.gradient_error}
+
+
+@pytest.mark.parametrize("kind", ["nan", "missing"])
+def test_gradients_that_are_missing_or_not_finite_are_infinitely_wrong(ranks, kind):
+    errors = ranks(4).run(broken_gradient, kind)[0]
+    assert errors.pop("worst") == math.inf
+    assert [name for name, error in errors.items() if error > 1e-5] == [
+        "decoder.layers.0.self_attention.linear_kv_up_proj.weight"
+    ]
+
+
+def refused(ctx, scheme: str | None, parallel: Parallel, batch: dict[str, torch.Tensor]) -> None:
+    with megatron_ranks(parallel):
+        verify(build(Model(scheme=scheme), parallel), batch)
 
 
 @pytest.mark.parametrize(
-    ("what", "message"), [("layers", "has no LAGA layers"), ("labels", r"needs batch\['labels'\]")]
+    ("scheme", "parallel", "batch", "message"),
+    [
+        (None, Parallel(), {"labels": torch.zeros(1)}, "has no LAGA layers"),
+        ("laga", Parallel(), {}, r"needs batch\['labels'\]"),
+        ("laga", Parallel(pp=2), {"labels": torch.zeros(1)}, "a stage of pipeline_model_parallel_size=2; build"),
+    ],
+    ids=["layers", "labels", "stage"],
 )
-def test_what_cannot_be_verified_is_refused(ranks, what, message):
-    ranks(4).run_raises(refused, what, match=message)
+def test_what_cannot_be_verified_is_refused(ranks, scheme, parallel, batch, message):
+    ranks(4).run_raises(refused, scheme, parallel, batch, match=message)

@@ -1,4 +1,4 @@
-"""Megatron's parallel groups on the workers of the pool: made once per layout and worker, then put back."""
+"""Megatron's parallel groups on the workers of the pool."""
 
 from __future__ import annotations
 
@@ -25,10 +25,6 @@ class Parallel:
     sequence_parallel: bool = False
 
 
-# Gloo keeps the threads of every group that was ever made, about 100 per layout, so no layout is made twice.
-_groups: dict[tuple[int, int, int], dict[str, Any]] = {}
-
-
 @contextmanager
 def megatron_ranks(parallel: Parallel) -> Iterator[None]:
     """Megatron on the CPU with its global state set to a layout of all ranks of the world."""
@@ -36,17 +32,13 @@ def megatron_ranks(parallel: Parallel) -> Iterator[None]:
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     before = _state(parallel_state)
-    key = (parallel.tp, parallel.cp, parallel.pp)
     with megatron_on_cpu():
         try:
-            if key not in _groups:
-                parallel_state.initialize_model_parallel(
-                    tensor_model_parallel_size=parallel.tp,
-                    context_parallel_size=parallel.cp,
-                    pipeline_model_parallel_size=parallel.pp,
-                )
-                _groups[key] = _state(parallel_state)
-            vars(parallel_state).update(_groups[key])
+            parallel_state.initialize_model_parallel(
+                tensor_model_parallel_size=parallel.tp,
+                context_parallel_size=parallel.cp,
+                pipeline_model_parallel_size=parallel.pp,
+            )
             model_parallel_cuda_manual_seed(1)
             torch.manual_seed(0)
             yield

@@ -18,7 +18,6 @@ except ImportError as error:
 __all__ = [
     "FUSED_ATTENTION",
     "FUSED_ROTARY",
-    "HAS_DOWN_PROJECTION_HOOK",
     "RETURNS_COMPRESSED",
     "process_groups",
     "process_groups_argument",
@@ -47,9 +46,6 @@ _TAKES_MAX_SEQLEN: Final = _accepts(apply_rotary_pos_emb, "max_seqlen")
 
 RETURNS_COMPRESSED: Final = "kv_compressed" in inspect.unwrap(mla.MultiLatentAttention.forward).__code__.co_varnames
 """Whether the stock `forward` unpacks the compressed query and latent beside query, key and value (from 0.16)."""
-
-HAS_DOWN_PROJECTION_HOOK: Final = hasattr(mla.MLASelfAttention, "_qkv_down_projection")
-"""Whether the down-projections are a method, which the fused layer overrides (from 0.17)."""
 
 FUSED_ATTENTION: Final = getattr(mla, "FusedMLASelfAttention", None)
 """The layer with one down-projection for query and latent, where there is one (from 0.17)."""

@@ -13,7 +13,6 @@ from torch import Tensor
 from laga_attn.integrations.megatron.core_attention import LatentCoreAttention
 from laga_attn.integrations.megatron.features import (
     FUSED_ATTENTION,
-    HAS_DOWN_PROJECTION_HOOK,
     RETURNS_COMPRESSED,
     process_groups,
 )
@@ -101,8 +100,8 @@ class LatentMLAMixin:
 
     def _down_projections(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
         """The compressed query, ready for its norm, and the latent as its projection leaves it."""
-        if HAS_DOWN_PROJECTION_HOOK:
-            return cast(tuple[Tensor, Tensor], self._qkv_down_projection(hidden_states))  # type: ignore[attr-defined]
+        if hasattr(self, "_qkv_down_projection"):  # from 0.17, and the fused layer has its own
+            return cast(tuple[Tensor, Tensor], self._qkv_down_projection(hidden_states))
         compressed_kv = self.linear_kv_down_proj(hidden_states)[0]
         if self.config.q_lora_rank is None:
             return hidden_states, compressed_kv

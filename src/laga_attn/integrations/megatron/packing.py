@@ -45,9 +45,10 @@ def layout_of(packed: Any, local_tokens: int, cp_size: int) -> SequenceLayout:
     key = (cp_size, *((id(t), t._version) if t is not None else None for t in offsets))
     known = vars(packed).get(_MEMO)
     if known is None or known[0] != key:
-        known = (key, _read([None if t is None else t.tolist() for t in offsets], cp_size))
+        # The tensors stay in the memo: while they live, no other tensor has their identity.
+        known = (key, offsets, _read([None if t is None else t.tolist() for t in offsets], cp_size))
         vars(packed)[_MEMO] = known
-    layout: SequenceLayout = known[1]
+    layout: SequenceLayout = known[2]
     return layout
 
 

@@ -66,6 +66,12 @@ REFUSALS: Final = (
         "leave those layers as they are",
     ),
     Refusal(
+        "gtp_weight_remat_size",
+        lambda config: getattr(config, "gtp_weight_remat_size", 1) > 1,
+        "attention needs the up-projection's weight of its heads whole, and this spreads it over more ranks",
+        "leave tensor_parallel_num_weight_shards at tensor_model_parallel_size",
+    ),
+    Refusal(
         "offload_modules",
         _offloads_core_attention,
         "offloading frees 'core_attn' inputs that backward here still needs",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -29,7 +30,7 @@ class Verification:
         reference: what the reference ran on.
         loss, reference_loss: mean loss over the counted tokens of all context-parallel ranks.
         gradients: for every parameter of this rank, the largest difference of its gradient relative to the largest
-            element of the reference's.
+            element of the reference's; infinite where it is not finite, or only one of the two has a gradient.
     """
 
     reference: str
@@ -75,14 +76,21 @@ def verify(model: nn.Module, batch: Mapping[str, Any], loss_mask: Tensor | None 
         loss_mask: which tokens count, in the shape of the labels; None: all.
 
     Raises:
-        ValueError: no LAGA layer in the model, or no labels in the batch.
+        ValueError: no LAGA layer in the model, a stage of a pipeline, or no labels in the batch.
     """
     layers: list[Any] = [module for module in model.modules() if isinstance(module, LatentMLAMixin)]
     if not layers:
         raise ValueError("this model has no LAGA layers; build it from a spec that with_laga returned")
     if batch.get("labels") is None:
         raise ValueError("verify needs batch['labels']: it compares losses and gradients")
-    was_training = model.training
+    stages = layers[0].config.pipeline_model_parallel_size
+    if stages > 1:
+        raise ValueError(
+            f"verify runs whole models, but this is a stage of pipeline_model_parallel_size={stages}; build the model "
+            "with pipeline_model_parallel_size=1 for it, of fewer layers if need be"
+        )
+    modes = [(module, module.training) for module in model.modules()]
+    largest_logits = [layer.core_attention.current_max_attn_logits for layer in layers]
     model.eval()
     try:
         with _reference_layers(layers) as reference:
@@ -90,8 +98,11 @@ def verify(model: nn.Module, batch: Mapping[str, Any], loss_mask: Tensor | None 
         loss, actual = _run(model, batch, loss_mask, layers[0])
     finally:
         _clear_gradients(model)
-        model.train(was_training)
-    errors = {name: _relative_error(actual[name], expected[name]) for name in expected}
+        for module, mode in modes:
+            module.training = mode
+        for layer, largest in zip(layers, largest_logits, strict=True):
+            layer.core_attention.current_max_attn_logits = largest
+    errors = {name: _relative_error(actual.get(name), expected.get(name)) for name in {**expected, **actual}}
     return Verification(reference, loss, reference_loss, errors)
 
 
@@ -182,7 +193,10 @@ def _clear_gradients(model: nn.Module) -> None:
             parameter.grad_added_to_main_grad = False
 
 
-def _relative_error(actual: Tensor, expected: Tensor) -> float:
+def _relative_error(actual: Tensor | None, expected: Tensor | None) -> float:
+    if actual is None or expected is None:
+        return math.inf
     scale = float(expected.abs().max())
     difference = float((actual - expected).abs().max())
-    return difference / scale if scale > 0 else difference
+    error = difference / scale if scale > 0 else difference
+    return error if math.isfinite(error) else math.inf

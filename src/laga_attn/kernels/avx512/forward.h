@@ -9,29 +9,31 @@
 
 namespace {
 
-// Queries that are scored together, keys between two updates of their maxima, and keys that are packed at once.
-constexpr i64 QUERIES = 96, KEYS = 512, PACKED_KEYS = 2048;
+// Queries that are scored together, and keys that are packed at once and scored before maxima are updated.
+constexpr i64 QUERIES = 96, KEYS = 512;
 constexpr float INF = std::numeric_limits<float>::infinity();
 
 template <class T>
 struct Forward {
     const Problem& p;
     KeySource<T> source;
-    i64 qk_words, v_panels, v_room;
-    word *keys, *values;     // one chunk, packed
-    float *scores, *out;     // [QUERIES, KEYS], [q_rows, v_room]
-    T* weights;              // [QUERIES, KEYS]
+    i64 key_room, qk_words, v_panels, v_room;
+    word *keys;              // of one chunk: [panel of keys][words of width][64]
+    word *values;            // of one chunk: [panel of width][words of keys][64]
+    float *scores, *out;     // [QUERIES, key_room], [q_rows, v_room]
+    T* weights;              // [QUERIES, key_room]
     float *top, *total;      // [q_rows], base 2
     char* end;               // of the scratch that is used
 
     Forward(const Problem& p, Arena arena) : p(p), source(p, PANEL, arena) {
-        const i64 packed = std::min(PACKED_KEYS, round_up(p.k_rows, PANEL));
+        key_room = std::min(KEYS, round_up(p.k_rows, PANEL));
+        const i64 query_room = std::min(QUERIES, p.q_rows);
         qk_words = p.qk_width / PER_WORD<T>;
         v_panels = ceil_div(p.v_width, PANEL), v_room = v_panels * PANEL;
-        keys = arena.take<word>(packed * qk_words);
-        values = arena.take<word>(packed / PER_WORD<T> * v_room);
-        scores = arena.take<float>(QUERIES * KEYS);
-        weights = arena.take<T>(QUERIES * KEYS);
+        keys = arena.take<word>(key_room * qk_words);
+        values = arena.take<word>(key_room / PER_WORD<T> * v_room);
+        scores = arena.take<float>(query_room * key_room);
+        weights = arena.take<T>(query_room * key_room);
         out = arena.take<float>(p.q_rows * v_room);
         top = arena.take<float>(p.q_rows);
         total = arena.take<float>(p.q_rows);
@@ -45,45 +47,46 @@ struct Forward {
         std::fill_n(total, p.q_rows, 0.0f);
         for (i64 i = 0; i < p.span_count; ++i) {
             const Span s(p, i);
-            for (i64 j = 0; j < s.k_len; j += PACKED_KEYS) {
-                const i64 n = std::min(PACKED_KEYS, s.k_len - j), value_words = round_up(n, PANEL) / PER_WORD<T>;
-                for (i64 c = 0; c < n; c += PANEL) {
-                    const i64 count = std::min(PANEL, n - c);
-                    const Keys<T> rows = source.rows(s.k0 + j + c, count);
-                    pack_columns(rows.k, rows.k_stride, count, qk_words, keys + c * qk_words);
-                    pack_rows(rows.v, rows.v_stride, count, p.v_width, PANEL / PER_WORD<T>,
-                              values + c / PER_WORD<T> * PANEL, value_words);
-                }
-                for (i64 r = s.first_query(j); r < s.end_query(j + n - 1); r += QUERIES)
-                    rows_by_chunk(s, r, std::min(QUERIES, s.end_query(j + n - 1) - r), j, n, q, q_stride);
+            for (i64 j = 0; j < s.k_len; j += KEYS) {
+                const i64 n = std::min(KEYS, s.k_len - j), end = s.end_query(j + n - 1);
+                pack(s.k0 + j, n);
+                for (i64 r = s.first_query(j); r < end; r += QUERIES)
+                    block(s, r, std::min(QUERIES, end - r), j, n, q + (s.q0 + r) * q_stride, q_stride);
             }
         }
     }
 
-    // Queries r.. of the span by its keys j.. that are packed.
-    void rows_by_chunk(const Span& s, i64 r, i64 rows, i64 j, i64 n, const T* q, i64 q_stride) {
-        const i64 begin = std::max(s.first_key(r) - j, i64(0)) / PANEL * PANEL;
-        const i64 end = std::min(s.end_key(r + rows - 1) - j, n);
-        const i64 value_words = round_up(n, PANEL) / PER_WORD<T>;
-        const T* queries = q + (s.q0 + r) * q_stride;
-        float* o = out + (s.q0 + r) * v_room;
-        for (i64 c = begin; c < end; c += KEYS) {
-            const i64 width = round_up(std::min(KEYS, end - c), PANEL);
-            for (i64 x = 0; x < width; x += PANEL)
-                multiply<T, false>(rows, queries, q_stride, keys + (c + x) * qk_words, qk_words, scores + x, KEYS);
-            for (i64 i = 0; i < rows; ++i)
-                softmax(i, s.q0 + r + i, std::clamp<i64>(s.first_key(r + i) - j - c, 0, width),
-                        std::clamp<i64>(std::min(s.end_key(r + i) - j, n) - c, 0, width), width);
-            for (i64 x = 0; x < v_panels; ++x)
-                multiply<T, true>(rows, weights, KEYS, values + (x * value_words + c / PER_WORD<T>) * PANEL,
-                                  width / PER_WORD<T>, o + x * PANEL, v_room);
+    // `n` keys of the call from `first` on, the last panel filled up with zeros.
+    void pack(i64 first, i64 n) {
+        for (i64 c = 0; c < n; c += PANEL) {
+            const i64 count = std::min(PANEL, n - c);
+            const Keys<T> rows = source.rows(first + c, count);
+            pack_columns(rows.k, rows.k_stride, count, qk_words, keys + c * qk_words);
+            pack_rows(rows.v, rows.v_stride, count, p.v_width, PANEL / PER_WORD<T>,
+                      values + c / PER_WORD<T> * PANEL, key_room / PER_WORD<T>);
         }
     }
 
-    // Weights of one row, of whose scores those in [begin, end) are visible; others become 0.
-    void softmax(i64 i, i64 query, i64 begin, i64 end, i64 width) {
-        const float* s = scores + i * KEYS;
-        T* w = weights + i * KEYS;
+    // Queries r.. of the span by its keys j.., which are packed.
+    void block(const Span& s, i64 r, i64 rows, i64 j, i64 n, const T* queries, i64 q_stride) {
+        const i64 begin = std::max(s.first_key(r) - j, i64(0)) / PANEL * PANEL;
+        const i64 end = round_up(std::min(s.end_key(r + rows - 1) - j, n), PANEL);
+        if (begin >= end) return;
+        for (i64 x = begin; x < end; x += PANEL)
+            multiply<T, false>(rows, queries, q_stride, keys + x * qk_words, qk_words, scores + x, key_room);
+        for (i64 i = 0; i < rows; ++i)
+            softmax(i, s.q0 + r + i, std::clamp<i64>(s.first_key(r + i) - j, begin, end),
+                    std::clamp<i64>(std::min(s.end_key(r + i) - j, n), begin, end), begin, end);
+        for (i64 x = 0; x < v_panels; ++x)
+            multiply<T, true>(rows, weights + begin, key_room,
+                              values + (x * key_room + begin) / PER_WORD<T> * PANEL, (end - begin) / PER_WORD<T>,
+                              out + (s.q0 + r) * v_room + x * PANEL, v_room);
+    }
+
+    // Weights of row `i` in columns [from, to), of which those in [begin, end) are visible; others become 0.
+    void softmax(i64 i, i64 query, i64 begin, i64 end, i64 from, i64 to) {
+        const float* s = scores + i * key_room;
+        T* w = weights + i * key_room;
         const float factor = p.scale * LOG2E;
         const __m512 f = _mm512_set1_ps(factor);
         const i64 first = begin / 16 * 16;
@@ -96,7 +99,7 @@ struct Forward {
         const float before = top[query], now = std::max(before, _mm512_reduce_max_ps(largest));
         const __m512 shift = _mm512_set1_ps(now == -INF ? 0.0f : now);
         __m512 sum = _mm512_setzero_ps();
-        for (i64 x = 0; x < width; x += 16) {
+        for (i64 x = from; x < to; x += 16) {
             const __mmask16 mask = x < first || x >= end ? 0 : visible(x);
             __m512 y = _mm512_setzero_ps();
             if (mask) y = _mm512_maskz_mov_ps(mask, exp2(_mm512_fmsub_ps(_mm512_loadu_ps(s + x), f, shift)));
