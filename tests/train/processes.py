@@ -103,7 +103,14 @@ def wait_until_replaced(pid: int, killed: Sequence[int], timeout: float = 300.0)
 def children_of(pid: int) -> list[int]:
     """Process ids of the training processes below `pid`, in the order in which they were started."""
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return [int(child) for child in children if "resource_tracker" not in Path(f"/proc/{child}/cmdline").read_text()]
+    return [int(child) for child in children if "resource_tracker" not in _command(child)]
+
+
+def _command(pid: str) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    except FileNotFoundError:  # it ended after it was listed
+        return "resource_tracker"
 
 
 @contextmanager
