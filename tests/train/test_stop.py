@@ -19,7 +19,7 @@ def test_a_signal_is_remembered_and_the_old_handler_comes_back(number):
 
 
 def test_a_signal_reaches_others_through_the_file(tmp_path):
-    ours, theirs = StopRequest(tmp_path / "stop"), StopRequest(tmp_path / "stop")
+    ours, theirs = StopRequest(tmp_path / "stop", creates=True), StopRequest(tmp_path / "stop")
     assert not theirs.requested()
     with ours.listening():
         os.kill(os.getpid(), signal.SIGTERM)
@@ -27,6 +27,13 @@ def test_a_signal_reaches_others_through_the_file(tmp_path):
 
 
 def test_a_folder_that_is_gone_does_not_break_the_handler(tmp_path):
-    with StopRequest(tmp_path / "gone" / "stop").listening() as stop:
+    with StopRequest(tmp_path / "gone" / "stop", creates=True).listening() as stop:
         os.kill(os.getpid(), signal.SIGTERM)
         assert stop.requested()
+
+
+def test_a_worker_that_is_told_to_end_does_not_stop_the_one_that_replaces_it(tmp_path):
+    with StopRequest(tmp_path / "stop").listening() as told:
+        signal.raise_signal(signal.SIGTERM)
+    assert told.requested()
+    assert not StopRequest(tmp_path / "stop").requested()

@@ -67,7 +67,7 @@ def _launch_processes(options: TrainOptions, nproc: int, max_restarts: int) -> i
             signals_to_handle="SIGQUIT",
         )
         stop_file = Path(folder) / "stop"
-        with StopRequest(stop_file).listening():
+        with StopRequest(stop_file, creates=True).listening():
             try:
                 elastic_launch(config, _start_worker)(options, stop_file)
             except ChildFailedError as error:

@@ -16,11 +16,12 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 class StopRequest:
     """Set by SIGINT, by SIGTERM, or by a file that another process creates.
 
-    The file reaches workers that are still starting, where a signal would kill them.
+    The file reaches workers that are still starting, where a signal would kill them. Only who launches workers creates
+    it: a worker whose neighbour has died is told to end by a signal too, and those that replace both must not stop.
     """
 
-    def __init__(self, file: Path | None = None) -> None:
-        self._file = file
+    def __init__(self, file: Path | None = None, *, creates: bool = False) -> None:
+        self._file, self._creates = file, creates
         self._signalled = False
 
     @contextmanager
@@ -39,6 +40,6 @@ class StopRequest:
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
         self._signalled = True
-        if self._file is not None:
-            with suppress(OSError):  # the launcher that made its folder may be gone
+        if self._file is not None and self._creates:
+            with suppress(OSError):  # its folder may be gone
                 self._file.touch()
