@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from laga_attn.agreement import agree
-from laga_attn.attention_plan import SAVE_POLICIES, AttentionPlan, Save
+from laga_attn.attention_plan import SAVE_POLICIES, AttentionPlan, LatentDims, Save
 from laga_attn.checks import Call, autocast, check_call, effective_window
 from laga_attn.grid import ContextParallel
 from laga_attn.kernels import KernelName
@@ -136,14 +136,13 @@ def _plan(call: Call) -> AttentionPlan:
         routing=routing,
         kernel=call.select_kernel(),
         softmax_scale=dims.qk_head_dim**-0.5 if call.softmax_scale is None else call.softmax_scale,
-        head_group=call.head_group or _default_head_group(call, degree, keys),
+        head_group=call.head_group or _default_head_group(call, dims, degree, keys),
         return_lse=call.return_lse,
         keeps=bool(call.wanted_gradients()),
     )
 
 
-def _default_head_group(call: Call, ulysses_degree: int, keys: int) -> int:
-    dims = call.dims()
+def _default_head_group(call: Call, dims: LatentDims, ulysses_degree: int, keys: int) -> int:
     heads = dims.num_heads // ulysses_degree
     at_once = heads // 8
     if call.cp.size == 1 and call.q.device.type == "cpu":  # other ranks may have another number of threads

@@ -164,23 +164,15 @@ def test_keys_and_values_rebuilt_inside_give_what_given_ones_give(spans: list[Sp
         assert (a.shape, a.dtype) == (b.shape, b.dtype)
 
 
-def test_no_key_or_value_of_a_head_is_ever_whole() -> None:
+def test_no_key_or_value_of_a_head_is_ever_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """Scratch grows with the queries, not with the keys."""
-    seen = []
-    monkey = avx512._lend
-
-    def lend(problem: object, nbytes: int) -> Tensor:
-        seen.append(nbytes)
-        return monkey(problem, nbytes)
-
-    avx512._lend = lend
-    try:
-        for keys in (2048, 20480):
-            p, latent, weight = latent_case(torch.bfloat16, [Span(0, 64, 0, keys, True)], heads=1)
-            out, lse = KERNEL.forward_from_latent(p.q, latent, weight, p.spans, p.scale, p.v.shape[3])
-            KERNEL.backward_from_latent(p.dout, p.delta(out, lse.dtype), p.q, latent, weight, lse, p.spans, p.scale)
-    finally:
-        avx512._lend = monkey
+    seen, lend = [], avx512._lend
+    monkeypatch.setattr(avx512, "_lend", lambda problem, nbytes: seen.append(nbytes) or lend(problem, nbytes))
+    for keys in (2048, 20480):
+        p, latent, weight = latent_case(torch.bfloat16, [Span(0, 64, 0, keys, True)], heads=1)
+        out, lse = KERNEL.forward_from_latent(p.q, latent, weight, p.spans, p.scale, p.v.shape[3])
+        KERNEL.backward_from_latent(p.dout, p.delta(out, lse.dtype), p.q, latent, weight, lse, p.spans, p.scale)
+    assert len(seen) == 4
     assert seen[:2] == seen[2:]
 
 

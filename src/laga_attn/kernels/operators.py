@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,21 +22,23 @@ from laga_attn.kernels.problem import (
 )
 from laga_attn.spans import Span, unpack_spans
 
-__all__ = [
-    "BackwardFn",
-    "ForwardFn",
-    "LatentBackwardFn",
-    "LatentForwardFn",
-    "define_latent_operators",
-    "define_operators",
-]
+__all__ = ["BackwardFn", "ForwardFn", "LatentForwardFn", "define_latent_operators", "define_operators"]
 
 ForwardFn = Callable[[Tensor, Tensor, Tensor, Sequence[Span], float], tuple[Tensor, Tensor]]
+LatentForwardFn = Callable[[Tensor, Tensor, Tensor, Sequence[Span], float, int], tuple[Tensor, Tensor]]
 BackwardFn = Callable[
     [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Sequence[Span], float], tuple[Tensor, Tensor, Tensor]
 ]
-LatentForwardFn = Callable[[Tensor, Tensor, Tensor, Sequence[Span], float, int], tuple[Tensor, Tensor]]
-LatentBackwardFn = BackwardFn
+
+_FORWARD = "(Tensor q, Tensor k, Tensor v, int[] spans, float scale) -> (Tensor, Tensor)"
+_BACKWARD = (
+    "(Tensor dout, Tensor delta, Tensor q, Tensor k, Tensor v, Tensor lse, int[] spans, float scale)"
+    " -> (Tensor, Tensor, Tensor)"
+)
+_LATENT_FORWARD = (
+    "(Tensor q, Tensor latent, Tensor weight, int[] spans, float scale, int v_head_dim) -> (Tensor, Tensor)"
+)
+_LATENT_BACKWARD = _BACKWARD.replace("Tensor k, Tensor v", "Tensor latent, Tensor weight")
 
 
 def define_operators(name: str, forward: ForwardFn, backward: BackwardFn) -> None:
@@ -46,86 +49,52 @@ def define_operators(name: str, forward: ForwardFn, backward: BackwardFn) -> Non
     compute. They have no autograd formula: the schemes call forward and backward themselves.
     """
 
-    def forward_op(q: Tensor, k: Tensor, v: Tensor, spans: Sequence[int], scale: float) -> tuple[Tensor, Tensor]:
-        return forward(q, k, v, unpack_spans(spans), scale)
-
     def forward_fake(q: Tensor, k: Tensor, v: Tensor, spans: Sequence[int], scale: float) -> tuple[Tensor, Tensor]:
-        batch, rows, heads, _ = q.shape
-        lse = q.new_empty((batch, heads, rows), dtype=acc_dtype(q.dtype))
-        return empty_rows(q, heads, v.shape[3], q.dtype), lse
-
-    def backward_op(
-        dout: Tensor, delta: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, spans: Sequence[int], scale: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        return backward(dout, delta, q, k, v, lse, unpack_spans(spans), scale)
+        return _empty_output(q, v.shape[3])
 
     def backward_fake(
         dout: Tensor, delta: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, spans: Sequence[int], scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         return empty_gradients(q, k, v)
 
-    schema = (
-        "(Tensor q, Tensor k, Tensor v, int[] spans, float scale) -> (Tensor, Tensor)",
-        "(Tensor dout, Tensor delta, Tensor q, Tensor k, Tensor v, Tensor lse, int[] spans, float scale)"
-        " -> (Tensor, Tensor, Tensor)",
-    )
-    _register(f"{name}_forward", schema[0], forward_op, forward_fake, forward_flops)
-    _register(f"{name}_backward", schema[1], backward_op, backward_fake, backward_flops)
+    _register(f"{name}_forward", _FORWARD, forward, forward_fake, forward_flops)
+    _register(f"{name}_backward", _BACKWARD, backward, backward_fake, backward_flops)
 
 
-def define_latent_operators(name: str, forward: LatentForwardFn, backward: LatentBackwardFn) -> None:
+def define_latent_operators(name: str, forward: LatentForwardFn, backward: BackwardFn) -> None:
     """Register ``laga_attn::{name}_forward_from_latent`` and ``laga_attn::{name}_backward_from_latent``.
 
-    Their FLOPs include those of rebuilding keys and values.
+    Latents and weight stand where keys and values do in the others; FLOPs include those of rebuilding these.
     """
-
-    def forward_op(
-        q: Tensor, latent: Tensor, weight: Tensor, spans: Sequence[int], scale: float, v_head_dim: int
-    ) -> tuple[Tensor, Tensor]:
-        return forward(q, latent, weight, unpack_spans(spans), scale, v_head_dim)
 
     def forward_fake(
         q: Tensor, latent: Tensor, weight: Tensor, spans: Sequence[int], scale: float, v_head_dim: int
     ) -> tuple[Tensor, Tensor]:
-        batch, rows, heads, _ = q.shape
-        lse = q.new_empty((batch, heads, rows), dtype=acc_dtype(q.dtype))
-        return empty_rows(q, heads, v_head_dim, q.dtype), lse
-
-    def backward_op(
-        dout: Tensor,
-        delta: Tensor,
-        q: Tensor,
-        latent: Tensor,
-        weight: Tensor,
-        lse: Tensor,
-        spans: Sequence[int],
-        scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        return backward(dout, delta, q, latent, weight, lse, unpack_spans(spans), scale)
+        return _empty_output(q, v_head_dim)
 
     def backward_fake(
-        dout: Tensor,
-        delta: Tensor,
-        q: Tensor,
-        latent: Tensor,
-        weight: Tensor,
-        lse: Tensor,
-        spans: Sequence[int],
-        scale: float,
+        dout: Tensor, delta: Tensor, q: Tensor, latent: Tensor, weight: Tensor, *rest: object
     ) -> tuple[Tensor, Tensor, Tensor]:
         return empty_gradients_from_latent(q, latent, dout)
 
-    schema = (
-        "(Tensor q, Tensor latent, Tensor weight, int[] spans, float scale, int v_head_dim) -> (Tensor, Tensor)",
-        "(Tensor dout, Tensor delta, Tensor q, Tensor latent, Tensor weight, Tensor lse, int[] spans, float scale)"
-        " -> (Tensor, Tensor, Tensor)",
-    )
-    _register(f"{name}_forward_from_latent", schema[0], forward_op, forward_fake, forward_from_latent_flops)
-    _register(f"{name}_backward_from_latent", schema[1], backward_op, backward_fake, backward_from_latent_flops)
+    _register(f"{name}_forward_from_latent", _LATENT_FORWARD, forward, forward_fake, forward_from_latent_flops)
+    _register(f"{name}_backward_from_latent", _LATENT_BACKWARD, backward, backward_fake, backward_from_latent_flops)
+
+
+def _empty_output(q: Tensor, v_head_dim: int) -> tuple[Tensor, Tensor]:
+    batch, rows, heads, _ = q.shape
+    lse = q.new_empty((batch, heads, rows), dtype=acc_dtype(q.dtype))
+    return empty_rows(q, heads, v_head_dim, q.dtype), lse
 
 
 def _register(
-    name: str, schema: str, op: Callable[..., object], fake: Callable[..., object], flops: Callable[..., int]
+    name: str, schema: str, kernel: Callable[..., object], fake: Callable[..., object], flops: Callable[..., int]
 ) -> None:
+    """Make an operator of ``kernel``, which takes spans where the operator's schema has their integers."""
+    place = schema[: schema.index("int[] spans")].count(",")
+
+    def op(*args: Any) -> object:
+        return kernel(*args[:place], unpack_spans(args[place]), *args[place + 1 :])
+
     custom_op(f"laga_attn::{name}", op, mutates_args=(), schema=schema).register_fake(fake)
     register_flop_formula(getattr(torch.ops.laga_attn, name))(flops)

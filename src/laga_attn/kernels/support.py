@@ -75,12 +75,19 @@ class Support:
     missing: Callable[[torch.dtype], str | None] = lambda dtype: None  # what this machine lacks to compute in a dtype
     lse_gradient: bool = True  # gradients of the LSE
 
+    def misfit(self, device: str, dtype: torch.dtype) -> str | None:
+        """Why this row is not for a device type and dtype, on whatever machine; None if it is."""
+        if self.devices and device not in self.devices:
+            return f"device {device}: it runs on {', '.join(self.devices)}"
+        if dtype not in self.dtypes:
+            return f"{dtype}: it takes {', '.join(str(d).removeprefix('torch.') for d in self.dtypes)}"
+        return None
+
     def refusal(self, case: Case) -> str | None:
         """Why this row cannot compute ``case``; None if it can."""
-        if self.devices and case.device not in self.devices:
-            return f"device {case.device}: it runs on {', '.join(self.devices)}"
-        if case.dtype not in self.dtypes:
-            return f"{case.dtype}: it takes {', '.join(str(d).removeprefix('torch.') for d in self.dtypes)}"
+        misfit = self.misfit(case.device, case.dtype)
+        if misfit is not None:
+            return misfit
         if not self.head_dims.accepts(case.qk_head_dim, case.v_head_dim):
             return f"head dims {case.qk_head_dim}/{case.v_head_dim}: it needs {self.head_dims.words}"
         if case.window and not self.window:

@@ -238,11 +238,7 @@ def select(
 
 def kernels_here(device: torch.device, dtype: torch.dtype) -> tuple[str, ...]:
     """The kernels for a device and dtype for which this machine has all that they need, best first."""
-    return tuple(
-        row.name
-        for row in TABLE
-        if device.type in (row.devices or (device.type,)) and dtype in row.dtypes and row.missing(dtype) is None
-    )
+    return tuple(row.name for row in TABLE if (row.misfit(device.type, dtype) or row.missing(dtype)) is None)
 
 
 def support_table(

@@ -12,13 +12,11 @@
 extern "C" {
 
 i64 laga_forward_scratch(const Problem* p, bool half) {
-    const Arena none{nullptr};
-    return (half ? Forward<bf16>(*p, none).end : Forward<float>(*p, none).end) - none.next;
+    return half ? scratch_bytes<Forward<bf16>>(*p) : scratch_bytes<Forward<float>>(*p);
 }
 
 i64 laga_backward_scratch(const Problem* p, bool half) {
-    const Arena none{nullptr};
-    return (half ? Backward<bf16>(*p, none).end : Backward<float>(*p, none).end) - none.next;
+    return half ? scratch_bytes<Backward<bf16>>(*p) : scratch_bytes<Backward<float>>(*p);
 }
 
 void laga_forward(const Problem* p, bool half, const Rows* q, const Rows* k, const Rows* v, const Rows* out,

@@ -185,7 +185,7 @@ struct Backward {
 template <class T, class U>  // U: of dk and dv
 void backward(const Problem& p, const Rows& dout, const float* delta, const Rows& q, const Rows& k, const Rows& v,
               const float* lse, const Rows& dq, const Rows& dk, const Rows& dv) {
-    const i64 bytes = Backward<T>(p, Arena{nullptr}).end - static_cast<char*>(nullptr);
+    const i64 bytes = scratch_bytes<Backward<T>>(p);
     in_parallel(p.batch * p.kv_heads, p.threads, [&](i64 item, i64 thread) {
         const i64 b = item / p.kv_heads, g = item % p.kv_heads;
         Backward<T> f(p, Arena{p.scratch + thread * bytes});

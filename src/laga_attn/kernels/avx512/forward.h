@@ -130,7 +130,7 @@ struct Forward {
 
 template <class T>
 void forward(const Problem& p, const Rows& q, const Rows& k, const Rows& v, const Rows& out, float* lse) {
-    const i64 bytes = Forward<T>(p, Arena{nullptr}).end - static_cast<char*>(nullptr);
+    const i64 bytes = scratch_bytes<Forward<T>>(p);
     in_parallel(p.batch * p.heads, p.threads, [&](i64 item, i64 thread) {
         const i64 b = item / p.heads, h = item % p.heads, g = h % p.kv_heads;
         Forward<T> f(p, Arena{p.scratch + thread * bytes});

@@ -67,6 +67,13 @@ struct Arena {
     }
 };
 
+// Scratch of one thread that works on `Pass`, of which there is none yet.
+template <class Pass>
+i64 scratch_bytes(const Problem& p) {
+    const Arena none{nullptr};
+    return Pass(p, none).end - none.next;
+}
+
 template <class Body>
 void in_parallel(i64 items, i64 threads, Body body) {
     std::atomic<i64> next{0};
