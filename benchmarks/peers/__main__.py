@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from benchmarks.peers.contest import BASELINE, contest
+from benchmarks.peers.contest import BASELINE, PEERS, contest
 from benchmarks.peers.layers import OURS, LayerRun, race_layers
 from benchmarks.peers.packages import install
 from rich.console import Console
@@ -30,6 +30,9 @@ def main(
     heads: Annotated[int, Option(help="Attention heads, of DeepSeek's sizes.")] = 16,
     dtype: Annotated[str, Option(metavar="bf16|fp32", help="Of everything.")] = "bf16",
     rounds: Annotated[int, Option(help="How often each contestant is timed.")] = 5,
+    peer: Annotated[
+        list[str] | None, Option(help=f"Peers to race, by name: {'; '.join(PEERS)}. Default: all of them.")
+    ] = None,
     layers: Annotated[bool, Option(help="Also compare whole attention layers.")] = True,
     output: Annotated[Path | None, Option("--json", help="File for all measurements.")] = None,
     html: Annotated[Path | None, Option(help="File for a report for a browser.")] = None,
@@ -41,12 +44,15 @@ def main(
     """
     if heads % ranks or seq_len % (2 * ranks):
         raise typer.BadParameter(f"{ranks} ranks must divide {heads} heads, and {2 * ranks} the {seq_len} tokens")
+    for name in peer or ():
+        if name not in PEERS:
+            raise typer.BadParameter(f"--peer {name!r} is unknown; choose among {'; '.join(PEERS)}")
     console = Console()
     for module, problem in install().items():
         console.print(f"{module} could not be installed: {problem}")
     cell, cores = Cell(ranks, seq_len, heads, dtype), len(os.sched_getaffinity(0))
     threads = max(1, cores // ranks)
-    outcomes = run_on_ranks(contest, ranks, cell, rounds, threads=threads)
+    outcomes = run_on_ranks(contest, ranks, cell, rounds, tuple(peer or PEERS), threads=threads)
     report = Report(environment(), {"rounds": rounds}, summarize(cell, (), [outcome.run for outcome in outcomes]))
     print_report(report, console)
     for name, difference in outcomes[0].difference.items():

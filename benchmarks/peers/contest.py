@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
@@ -74,14 +74,16 @@ def own_variants(cell: Cell) -> list[Variant]:
     ]
 
 
-def contest(cell: Cell, rounds: int) -> Outcome:
-    """Everything on the default process group and on one set of inputs."""
+def contest(cell: Cell, rounds: int, peers: Sequence[str]) -> Outcome:
+    """The baseline, the peers of these names and this library, on the default process group and one set of inputs."""
     group = dist.group.WORLD
     assert group is not None
     inputs = make_inputs(cell, dist.get_rank(), torch.device("cpu"))
     contestants: dict[str, Contestant] = {}
     difference, refused = {}, {}
     for name, build in PEERS.items():
+        if name != BASELINE and name not in peers:
+            continue
         say(f"trying {name}")
         attend, largest, problem = try_peer(build, cell, group, inputs)
         if problem is None and attend is not None:
