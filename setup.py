@@ -10,7 +10,7 @@ setup(
             "laga_attn.kernels.avx512._attention",
             [f"{FOLDER}/attention.cpp"],
             depends=[
-                f"src/laga_attn/kernels/avx512/{x}.h" for x in ("backward", "forward", "keys", "panels", "problem")
+                f"src/laga_attn/kernels/avx512/{x}.h" for x in ("backward", "fold", "forward", "keys", "panels", "problem")
             ],
             # GCC 12 takes its own intrinsics for uses of uninitialised values.
             extra_compile_args=[

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -135,67 +135,135 @@ def test_errors_are_at_most_those_of_flash_attention(
 
 # ---- from latents ------------------------------------------------------------------------------------------------
 
+FROM_LATENT = ("out", "lse", "dq", "d_latent", "d_weight")
 
-def latent_case(
-    dtype: torch.dtype, spans: list[Span], nope: int = 24, rope: int = 8, v: int = 16, rank: int = 40, heads: int = 3
-) -> tuple[Problem, Tensor, Tensor]:
-    """A problem whose keys and values are those of latents and a weight, which come beside it."""
-    p = problem(spans, (nope + rope, v), dtype, batch=2, heads=heads)
-    g = torch.Generator().manual_seed(5)
-    latent = torch.randn(p.k.shape[1], 2, rank + rope, generator=g).to(dtype).transpose(0, 1)  # sequence-first
-    weight = (torch.randn(heads * (nope + v), rank, generator=g) * rank**-0.5).to(dtype)
-    up = (latent[..., :rank].float() @ weight.float().t()).to(dtype).unflatten(-1, (heads, nope + v))
-    k = torch.cat((up[..., :nope], latent[:, :, None, rank:].expand(-1, -1, heads, -1)), dim=-1)
-    return replace(p, k=k, v=up[..., nope:].contiguous()), latent, weight
+
+@dataclass(frozen=True, slots=True)
+class LatentProblem:
+    """A problem whose keys and values are those of latents and a weight."""
+
+    attention: Problem
+    latent: Tensor  # [B, Sk, rank + rope], stored sequence-first
+    weight: Tensor  # [h * (nope + Dv), rank]
+
+    @staticmethod
+    def random(
+        dtype: torch.dtype,
+        spans: list[Span],
+        nope: int = 24,
+        rope: int = 8,
+        v: int = 16,
+        rank: int = 40,
+        heads: int = 3,
+    ) -> LatentProblem:
+        p = problem(spans, (nope + rope, v), dtype, batch=2, heads=heads)
+        g = torch.Generator().manual_seed(5)
+        latent = torch.randn(p.k.shape[1], 2, rank + rope, generator=g).to(dtype).transpose(0, 1)
+        weight = (torch.randn(heads * (nope + v), rank, generator=g) * rank**-0.5).to(dtype)
+        up = (latent[..., :rank].float() @ weight.float().t()).to(dtype).unflatten(-1, (heads, nope + v))
+        k = torch.cat((up[..., :nope], latent[:, :, None, rank:].expand(-1, -1, heads, -1)), dim=-1)
+        return LatentProblem(replace(p, k=k, v=up[..., nope:].contiguous()), latent, weight)
+
+    def expected(self) -> tuple[Tensor, ...]:
+        """In float64, with the gradients of keys and values folded by einsum."""
+        out, lse, dq, dk, dv = self.attention.expected()
+        heads, rank = dk.shape[2], self.weight.shape[1]
+        weight, c_kv = self.weight.double().unflatten(0, (heads, -1)), self.latent[..., :rank].double()
+        nope = weight.shape[1] - dv.shape[3]
+        d_up = torch.cat((dk[..., :nope], dv), dim=-1)
+        d_c_kv, d_k_rope = torch.einsum("bshn,hnr->bsr", d_up, weight), dk[..., nope:].sum(dim=2)
+        d_weight = torch.einsum("bshn,bsr->hnr", d_up, c_kv).flatten(0, 1)
+        return out, lse, dq, torch.cat((d_c_kv, d_k_rope), dim=-1), d_weight
+
+    def actual(self) -> tuple[Tensor, ...]:
+        """By the kernel, which finds something in the sums that it adds to."""
+        p = self.attention
+        out, lse = KERNEL.forward_from_latent(p.q, self.latent, self.weight, p.spans, p.scale, p.v.shape[3])
+        sums = [torch.full_like(x, 0.5, dtype=torch.float32) for x in (self.latent, self.weight)]
+        given = p.dout, p.delta(out, lse.dtype), p.q, self.latent, self.weight, lse
+        dq = KERNEL.backward_from_latent(*given, p.spans, p.scale, *sums)
+        return out, lse, dq, *(x - 0.5 for x in sums)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("spans", [MASKS["gaps"], *LONG.values()], ids=("gaps", *LONG))
-def test_keys_and_values_rebuilt_inside_give_what_given_ones_give(spans: list[Span], dtype: torch.dtype) -> None:
-    p, latent, weight = latent_case(dtype, spans)
-    expected = p.actual(KERNEL)
-    out, lse = KERNEL.forward_from_latent(p.q, latent, weight, p.spans, p.scale, p.v.shape[3])
-    delta = p.delta(out, lse.dtype)
-    grads = KERNEL.backward_from_latent(p.dout, delta, p.q, latent, weight, lse, p.spans, p.scale)
-    for label, a, b in zip(RESULTS, (out, lse, *grads), expected, strict=True):
+def test_from_latents_gives_what_keys_and_values_give(spans: list[Span], dtype: torch.dtype) -> None:
+    p = LatentProblem.random(dtype, spans)
+    for label, a, b in zip(FROM_LATENT, p.actual(), p.expected(), strict=True):
         error = relative_error(a, b, name=label, same_infinities=label == "lse")
         # Sums in another order round a few elements of K and V the other way.
         assert error <= (5e-6 if dtype == torch.float32 else 1e-2), f"{label}: {error:.1e}"
-        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+        assert a.dtype == (dtype if label in ("out", "dq") else torch.float32)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dims", [(2, 2, 2, 2), (130, 4, 66, 70), (64, 64, 128, 128)], ids=str)
+def test_latents_need_not_fill_registers(dims: tuple[int, int, int, int], dtype: torch.dtype) -> None:
+    p = LatentProblem.random(dtype, MASKS["more keys"], *dims)
+    for label, a, b in zip(FROM_LATENT, p.actual(), p.expected(), strict=True):
+        error = relative_error(a, b, name=label, same_infinities=label == "lse")
+        assert error <= (5e-6 if dtype == torch.float32 else 1e-2), f"{label}: {error:.1e}"
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_sums_over_heads_and_batch_run_in_order_whatever_the_threads(dtype: torch.dtype) -> None:
+    threads = torch.get_num_threads()
+    p = LatentProblem.random(dtype, LONG["causal"], heads=7)
+    try:
+        torch.set_num_threads(1)
+        one = p.actual()
+        torch.set_num_threads(5)
+        runs = [p.actual() for _ in range(3)]
+    finally:
+        torch.set_num_threads(threads)
+    for label, a, *others in zip(FROM_LATENT, one, *runs, strict=True):
+        for b in others:
+            assert_bitwise(b, a, name=label, allow_nonfinite=label == "lse")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_latents_that_no_span_holds_may_be_anything(dtype: torch.dtype) -> None:
+    p = LatentProblem.random(dtype, MASKS["documents"])
+    expected = p.actual()
+    p.latent[:, -2:] = torch.nan
+    for label, a, b in zip(FROM_LATENT, p.actual(), expected, strict=True):
+        assert_bitwise(a, b, name=label, allow_nonfinite=label == "lse")
 
 
 def test_no_key_or_value_of_a_head_is_ever_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Scratch grows with the queries, not with the keys."""
+    """Scratch grows with the queries, not with the keys. Nor is a gradient of theirs: dq is all that is returned."""
     seen, lend = [], avx512._lend
     monkeypatch.setattr(avx512, "_lend", lambda problem, nbytes: seen.append(nbytes) or lend(problem, nbytes))
     for keys in (2048, 20480):
-        p, latent, weight = latent_case(torch.bfloat16, [Span(0, 64, 0, keys, True)], heads=1)
-        out, lse = KERNEL.forward_from_latent(p.q, latent, weight, p.spans, p.scale, p.v.shape[3])
-        KERNEL.backward_from_latent(p.dout, p.delta(out, lse.dtype), p.q, latent, weight, lse, p.spans, p.scale)
+        LatentProblem.random(torch.bfloat16, [Span(0, 64, 0, keys, True)], heads=1).actual()
     assert len(seen) == 4
     assert seen[:2] == seen[2:]
 
 
-def test_flops_count_the_rebuild_and_the_visible_pairs() -> None:
-    p, latent, weight = latent_case(torch.float32, MASKS["causal"])
-    area, (batch, keys, _), heads = 300 * 301 // 2, latent.shape, 3
-    with FlopCounterMode(display=False) as forward:
-        out, lse = KERNEL.forward_from_latent(p.q, latent, weight, p.spans, p.scale, 16)
-    with FlopCounterMode(display=False) as backward:
-        KERNEL.backward_from_latent(p.dout, p.delta(out, lse.dtype), p.q, latent, weight, lse, p.spans, p.scale)
+def test_flops_count_the_rebuild_the_visible_pairs_and_the_fold() -> None:
+    latents = LatentProblem.random(torch.float32, MASKS["causal"])
+    area, (batch, keys, _), heads = 300 * 301 // 2, latents.latent.shape, 3
+    with FlopCounterMode(display=False) as both:
+        latents.actual()
+    forward, backward = (both.get_flop_counts()["Global"][op] for op in operators_from_latent())
     rebuild = 2 * batch * keys * 40 * heads * (24 + 16)
-    assert forward.get_total_flops() == rebuild + 2 * batch * heads * area * (32 + 16)
-    assert backward.get_total_flops() == rebuild + 2 * batch * heads * area * (3 * 32 + 2 * 16)
+    assert forward == rebuild + 2 * batch * heads * area * (32 + 16)
+    assert backward == 3 * rebuild + 2 * batch * heads * area * (3 * 32 + 2 * 16)
+
+
+def operators_from_latent() -> tuple[torch._ops.OpOverloadPacket, ...]:
+    return tuple(getattr(torch.ops.laga_attn, f"avx512_{x}_from_latent") for x in ("forward", "backward"))
 
 
 def test_operators_from_latents_pass_opcheck() -> None:
-    p, latent, weight = latent_case(torch.float32, MASKS["causal"])
+    latents = LatentProblem.random(torch.float32, MASKS["causal"])
+    p, keys = latents.attention, (latents.latent, latents.weight)
     spans = pack_spans(p.spans)
-    forward, backward = (getattr(torch.ops.laga_attn, f"avx512_{x}_from_latent") for x in ("forward", "backward"))
-    out, lse = forward(p.q, latent, weight, spans, p.scale, 16)
-    torch.library.opcheck(forward, (p.q, latent, weight, spans, p.scale, 16))
-    args = (p.dout, p.delta(out, lse.dtype), p.q, latent, weight, lse, spans, p.scale)
-    torch.library.opcheck(backward, args)
+    forward, backward = operators_from_latent()
+    out, lse = forward(p.q, *keys, spans, p.scale, 16)
+    torch.library.opcheck(forward, (p.q, *keys, spans, p.scale, 16))
+    sums = [torch.zeros_like(x) for x in keys]
+    torch.library.opcheck(backward, (p.dout, p.delta(out, lse.dtype), p.q, *keys, lse, spans, p.scale, *sums))
 
 
 def test_without_the_compiled_library_the_table_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

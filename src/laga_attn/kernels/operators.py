@@ -15,7 +15,6 @@ from laga_attn.kernels.problem import (
     backward_flops,
     backward_from_latent_flops,
     empty_gradients,
-    empty_gradients_from_latent,
     empty_rows,
     forward_flops,
     forward_from_latent_flops,
@@ -29,6 +28,9 @@ LatentForwardFn = Callable[[Tensor, Tensor, Tensor, Sequence[Span], float, int],
 BackwardFn = Callable[
     [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Sequence[Span], float], tuple[Tensor, Tensor, Tensor]
 ]
+LatentBackwardFn = Callable[
+    [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Sequence[Span], float, Tensor, Tensor], Tensor
+]
 
 _FORWARD = "(Tensor q, Tensor k, Tensor v, int[] spans, float scale) -> (Tensor, Tensor)"
 _BACKWARD = (
@@ -38,7 +40,10 @@ _BACKWARD = (
 _LATENT_FORWARD = (
     "(Tensor q, Tensor latent, Tensor weight, int[] spans, float scale, int v_head_dim) -> (Tensor, Tensor)"
 )
-_LATENT_BACKWARD = _BACKWARD.replace("Tensor k, Tensor v", "Tensor latent, Tensor weight")
+_LATENT_BACKWARD = (
+    "(Tensor dout, Tensor delta, Tensor q, Tensor latent, Tensor weight, Tensor lse, int[] spans, float scale,"
+    " Tensor(a!) d_latent, Tensor(b!) d_weight) -> Tensor"
+)
 
 
 def define_operators(name: str, forward: ForwardFn, backward: BackwardFn) -> None:
@@ -61,10 +66,11 @@ def define_operators(name: str, forward: ForwardFn, backward: BackwardFn) -> Non
     _register(f"{name}_backward", _BACKWARD, backward, backward_fake, backward_flops)
 
 
-def define_latent_operators(name: str, forward: LatentForwardFn, backward: BackwardFn) -> None:
+def define_latent_operators(name: str, forward: LatentForwardFn, backward: LatentBackwardFn) -> None:
     """Register ``laga_attn::{name}_forward_from_latent`` and ``laga_attn::{name}_backward_from_latent``.
 
-    Latents and weight stand where keys and values do in the others; FLOPs include those of rebuilding these.
+    Latents and weight stand where keys and values do in the others; FLOPs include those of rebuilding these, and of
+    folding their gradients.
     """
 
     def forward_fake(
@@ -72,13 +78,18 @@ def define_latent_operators(name: str, forward: LatentForwardFn, backward: Backw
     ) -> tuple[Tensor, Tensor]:
         return _empty_output(q, v_head_dim)
 
-    def backward_fake(
-        dout: Tensor, delta: Tensor, q: Tensor, latent: Tensor, weight: Tensor, *rest: object
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        return empty_gradients_from_latent(q, latent, dout)
+    def backward_fake(dout: Tensor, delta: Tensor, q: Tensor, latent: Tensor, weight: Tensor, *rest: object) -> Tensor:
+        return empty_rows(q, q.shape[2], q.shape[3], q.dtype)
 
     _register(f"{name}_forward_from_latent", _LATENT_FORWARD, forward, forward_fake, forward_from_latent_flops)
-    _register(f"{name}_backward_from_latent", _LATENT_BACKWARD, backward, backward_fake, backward_from_latent_flops)
+    _register(
+        f"{name}_backward_from_latent",
+        _LATENT_BACKWARD,
+        backward,
+        backward_fake,
+        backward_from_latent_flops,
+        changed=("d_latent", "d_weight"),
+    )
 
 
 def _empty_output(q: Tensor, v_head_dim: int) -> tuple[Tensor, Tensor]:
@@ -88,13 +99,21 @@ def _empty_output(q: Tensor, v_head_dim: int) -> tuple[Tensor, Tensor]:
 
 
 def _register(
-    name: str, schema: str, kernel: Callable[..., object], fake: Callable[..., object], flops: Callable[..., int]
+    name: str,
+    schema: str,
+    kernel: Callable[..., object],
+    fake: Callable[..., object],
+    flops: Callable[..., int],
+    changed: tuple[str, ...] = (),
 ) -> None:
-    """Make an operator of ``kernel``, which takes spans where the operator's schema has their integers."""
+    """Make an operator of ``kernel``, which takes spans where the schema has their integers.
+
+    Arguments that it changes in place are named in ``changed``.
+    """
     place = schema[: schema.index("int[] spans")].count(",")
 
     def op(*args: Any) -> object:
         return kernel(*args[:place], unpack_spans(args[place]), *args[place + 1 :])
 
-    custom_op(f"laga_attn::{name}", op, mutates_args=(), schema=schema).register_fake(fake)
+    custom_op(f"laga_attn::{name}", op, mutates_args=changed, schema=schema).register_fake(fake)
     register_flop_formula(getattr(torch.ops.laga_attn, name))(flops)

@@ -17,7 +17,6 @@ __all__ = [
     "check_backward",
     "check_forward",
     "empty_gradients",
-    "empty_gradients_from_latent",
     "empty_rows",
     "forward_flops",
     "forward_from_latent_flops",
@@ -46,16 +45,6 @@ def empty_gradients(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Te
         empty_rows(q, q.shape[2], q.shape[3], q.dtype),
         empty_rows(k, k.shape[2], k.shape[3], dtype),
         empty_rows(v, v.shape[2], v.shape[3], dtype),
-    )
-
-
-def empty_gradients_from_latent(q: Tensor, latent: Tensor, dout: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Uninitialised gradients of q and of the keys and values that latents [B, Sk, ...] are rebuilt to."""
-    heads, qk_width = q.shape[2:]
-    return (
-        empty_rows(q, heads, qk_width, q.dtype),
-        empty_rows(latent, heads, qk_width, q.dtype),
-        empty_rows(latent, heads, dout.shape[3], q.dtype),
     )
 
 
@@ -167,8 +156,8 @@ def backward_from_latent_flops(
     *args: object,
     **kwargs: object,
 ) -> int:
-    """FLOPs of rebuilding every key and value once, and of the gradients over the visible pairs."""
-    return _rebuild_flops(latent, weight) + backward_flops(dout, delta, q, q, dout, lse, spans)
+    """FLOPs of rebuilding every key and value once, of their gradients over the visible pairs, and of folding these."""
+    return 3 * _rebuild_flops(latent, weight) + backward_flops(dout, delta, q, q, dout, lse, spans)
 
 
 def _rebuild_flops(latent: Sequence[int], weight: Sequence[int]) -> int:

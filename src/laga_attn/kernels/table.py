@@ -174,8 +174,10 @@ class Kernel:
         lse: Tensor,
         spans: Sequence[Span],
         softmax_scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """:meth:`backward` without keys and values in memory.
+        d_latent: Tensor,
+        d_weight: Tensor,
+    ) -> Tensor:
+        """:meth:`backward` without keys and values, or their gradients, in memory.
 
         Args:
             dout: as in :meth:`backward`, like delta, lse, spans and softmax_scale.
@@ -186,13 +188,15 @@ class Kernel:
             lse: see dout.
             spans: see dout.
             softmax_scale: see dout.
+            d_latent: like latent in the dtype of lse; the gradient of the latents, a sum over heads, is added to it.
+            d_weight: like weight in the dtype of lse; its gradient is added to it.
 
         Returns:
-            dq, and dk [B, Sk, h, nope + rope] and dv [B, Sk, h, Dv] of the keys and values that were rebuilt.
+            dq.
         """
         op = getattr(torch.ops.laga_attn, f"{self.name}_backward_from_latent")
-        grads = op(dout, delta, q, latent, weight, lse, pack_spans(spans), softmax_scale)
-        return cast(tuple[Tensor, Tensor, Tensor], grads)
+        dq = op(dout, delta, q, latent, weight, lse, pack_spans(spans), softmax_scale, d_latent, d_weight)
+        return cast(Tensor, dq)
 
 
 def select(

@@ -86,7 +86,7 @@ def backward(
     dout: Tensor, dlse: Tensor | None, kept: Kept, needs: Needs, plan: AttentionPlan, cp: ContextParallel
 ) -> Grads:
     """Gather the latent again unless it was kept, rebuild group by group, fold dK and dV at once."""
-    groups, segments = plan.own_head_groups(), plan.routing.segments
+    groups = plan.own_head_groups()
     c_kv, out, k_rope, weight, gathered, *by_group = kept
     queries, lses = by_group[: len(groups)], by_group[len(groups) : 2 * len(groups)]
     kept_kv = dict(zip(_forward_order(plan), by_group[2 * len(groups) :], strict=False))
@@ -95,29 +95,22 @@ def backward(
         cache(arrive) for arrive in send_output_grads(dout, dlse, out, groups, plan, cp)
     ]
 
-    key_grads = _KeyGrads(latents, weight, plan, cp)
+    key_grads = _KeyGrads(latents, weight, needs, plan, cp)
     query_grads = QueryGradReturn(dout, plan, cp) if needs.query else None
     order = _backward_order(plan, gathered is not None)
     last_of_group = {work.group: place for place, work in enumerate(order)}
     last_of_segment = {work.segment: place for place, work in enumerate(order)}
     for place, work in enumerate(order):
         segment, group = work
-        keys = latents[segment](), key_grads.own_weight[weight_rows(groups[group], plan.dims)]
-        kv = kept_kv.get(work)
-        if kv is None and not _streams(plan):
-            kv = expand_kv(*keys, plan.dims)
-        dq, dk, dv = _differentiate(
-            arriving[group](), queries[group], lses[group], keys, kv, segments[segment].spans, plan
+        dq = key_grads.differentiate(
+            segment, groups[group], arriving[group](), queries[group], lses[group], kept_kv.get(work)
         )
-        del keys, kv
         finished = last_of_group[group] == place
         if query_grads:
             query_grads.add(groups[group], dq, finished)
         if finished:
             arriving[group] = _used_up
-        if needs.latent or needs.weight:
-            key_grads.add(segment, groups[group], dk, dv)
-        del dq, dk, dv
+        del dq
         if needs.latent and last_of_segment[segment] == place:
             key_grads.send(segment)
     d_c_kv, d_k_rope = key_grads.finish() if needs.latent else (None, None)
@@ -128,27 +121,44 @@ def backward(
 class _KeyGrads:
     """Sums the gradients of all keys' latents and of the rank's rows of the weight, and sends the former home."""
 
-    def __init__(self, latents: Latents, weight: Tensor, plan: AttentionPlan, cp: ContextParallel) -> None:
-        self._latents, self._weight, self._plan, self._cp = latents, weight, plan, cp
-        self.own_weight = weight[weight_rows(plan.heads, plan.dims)]
-        self._d_own_weight = torch.zeros_like(self.own_weight, dtype=acc_dtype(weight.dtype))
+    def __init__(
+        self, latents: Latents, weight: Tensor, needs: Needs, plan: AttentionPlan, cp: ContextParallel
+    ) -> None:
+        self._latents, self._weight, self._needs, self._plan, self._cp = latents, weight, needs, plan, cp
+        self._own_weight = weight[weight_rows(plan.heads, plan.dims)]
+        self._d_own_weight = torch.zeros_like(self._own_weight, dtype=acc_dtype(weight.dtype))
         self._d_latents: dict[int, Tensor] = {}
         self._contributions: Callable[[], list[Tensor]] | None = None
 
-    def add(self, segment: int, group: slice, dk: Tensor, dv: Tensor) -> None:
-        """Fold in a head group's `[B, keys, hg, Dqk]` and `[B, keys, hg, Dv]`."""
-        latent, rows = self._latents[segment](), weight_rows(group, self._plan.dims)
+    def differentiate(
+        self,
+        segment: int,
+        group: slice,
+        dout_delta: tuple[Tensor, Tensor],
+        q: Tensor,
+        lse: Tensor,
+        kv: Tensor | None,
+    ) -> Tensor:
+        """The gradient of a head group's `q` by a segment's keys, whose own gradients are folded in at once.
+
+        Args:
+            kv: the group's K and V where they were kept; else they are rebuilt.
+        """
+        plan, latent, rows = self._plan, self._latents[segment](), weight_rows(group, self._plan.dims)
+        spans, weight = plan.routing.segments[segment].spans, self._own_weight[rows]
         if segment not in self._d_latents:
             self._d_latents[segment] = torch.zeros_like(latent, dtype=acc_dtype(latent.dtype))
-        d_weight = fold_kv_grads(
-            dk.transpose(0, 1),
-            dv.transpose(0, 1),
-            latent,
-            self.own_weight[rows],
-            self._plan.dims,
-            self._d_latents[segment],
-        )
-        self._d_own_weight[rows].add_(d_weight)
+        d_latent, d_weight = self._d_latents[segment], self._d_own_weight[rows]
+        if _streams(plan):
+            keys, sums = (latent.transpose(0, 1), weight), (d_latent.transpose(0, 1), d_weight)
+            return plan.kernel.backward_from_latent(*dout_delta, q, *keys, lse, spans, plan.softmax_scale, *sums)
+        if kv is None:
+            kv = expand_kv(latent, weight, plan.dims)
+        dq, dk, dv = plan.kernel.backward(*dout_delta, q, *_split_kv(kv, plan), lse, spans, plan.softmax_scale)
+        del kv
+        if self._needs.latent or self._needs.weight:
+            d_weight += fold_kv_grads(dk.transpose(0, 1), dv.transpose(0, 1), latent, weight, plan.dims, d_latent)
+        return dq
 
     def send(self, segment: int) -> None:
         """Start sending a segment's gradient to the ranks that hold its latents; its latent is dropped."""
@@ -215,24 +225,6 @@ def _attend(
     latent, weight = keys
     return plan.kernel.forward_from_latent(
         q, latent.transpose(0, 1), weight, spans, plan.softmax_scale, plan.dims.v_head_dim
-    )
-
-
-def _differentiate(
-    dout_delta: tuple[Tensor, Tensor],
-    q: Tensor,
-    lse: Tensor,
-    keys: tuple[Tensor, Tensor],
-    kv: Tensor | None,
-    spans: tuple[Span, ...],
-    plan: AttentionPlan,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, K and V, from the same keys as in `_attend`."""
-    if kv is not None:
-        return plan.kernel.backward(*dout_delta, q, *_split_kv(kv, plan), lse, spans, plan.softmax_scale)
-    latent, weight = keys
-    return plan.kernel.backward_from_latent(
-        *dout_delta, q, latent.transpose(0, 1), weight, lse, spans, plan.softmax_scale
     )
 
 

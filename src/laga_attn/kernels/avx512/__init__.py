@@ -17,7 +17,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from laga_attn.kernels.operators import define_latent_operators, define_operators
-from laga_attn.kernels.problem import empty_gradients, empty_gradients_from_latent, empty_rows
+from laga_attn.kernels.problem import empty_gradients, empty_rows
 from laga_attn.kernels.tiles import live
 from laga_attn.spans import SPAN_FIELDS, Span, pack_spans
 
@@ -75,7 +75,10 @@ def backward(
     dout: Tensor, delta: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, spans: Sequence[Span], scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients dq, dk, dv from dS = P * (dout V^T - delta), with P recomputed from ``lse``."""
-    return _backward(dout, delta, q, _Given(k, v), lse, empty_gradients(q, k, v), spans, scale)
+    grads = empty_gradients(q, k, v)
+    results, wide = tuple(map(_rows, grads)), grads[1].dtype == torch.float32
+    _differentiate("laga_backward", (wide,), dout, delta, q, _Given(k, v), lse, results, spans, scale)
+    return grads
 
 
 def forward_from_latent(
@@ -94,10 +97,16 @@ def backward_from_latent(
     lse: Tensor,
     spans: Sequence[Span],
     scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q and of the keys and values that are rebuilt."""
-    grads = empty_gradients_from_latent(q, latent, dout)
-    return _backward(dout, delta, q, _Rebuilt(latent, weight, dout.shape[3], q.shape[2]), lse, grads, spans, scale)
+    d_latent: Tensor,
+    d_weight: Tensor,
+) -> Tensor:
+    """The gradient of q; adds to ``d_latent`` and ``d_weight``, like latent and weight but float32."""
+    sizes = dout.shape[3], q.shape[2]
+    keys, d_keys = _Rebuilt(latent, weight, *sizes), _Rebuilt(d_latent, d_weight, *sizes)
+    dq = empty_rows(q, q.shape[2], q.shape[3], q.dtype)
+    results = _rows(dq), d_keys.first, d_keys.second
+    _differentiate("laga_backward_from_latent", (), dout, delta, q, keys, lse, results, spans, scale)
+    return dq
 
 
 class _Given:
@@ -132,35 +141,36 @@ def _forward(q: Tensor, keys: _Given | _Rebuilt, spans: Sequence[Span], scale: f
     return out, lse
 
 
-def _backward(
+def _differentiate(
+    name: str,
+    flags: tuple[bool, ...],
     dout: Tensor,
     delta: Tensor,
     q: Tensor,
     keys: _Given | _Rebuilt,
     lse: Tensor,
-    grads: tuple[Tensor, Tensor, Tensor],
+    results: tuple[_Rows, ...],
     spans: Sequence[Span],
     scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> None:
+    """Call the compiled function ``name``, which fills or adds to ``results``."""
     lse, delta = lse.contiguous(), delta.contiguous()
     problem, half = _problem(q, keys, spans, scale), q.dtype == torch.bfloat16
     library = _loaded()
     _scratch = _lend(problem, library.laga_backward_scratch(byref(problem), half))
     if isinstance(q, FakeTensor):
-        return grads
-    inputs = (byref(x) for x in (_rows(q), keys.first, keys.second))
-    outputs = (byref(_rows(x)) for x in grads)
-    library.laga_backward(
+        return
+    rows = (byref(x) for x in (_rows(q), keys.first, keys.second))
+    getattr(library, name)(
         byref(problem),
         half,
-        grads[1].dtype == torch.float32,
+        *flags,
         byref(_rows(dout)),
         c_void_p(delta.data_ptr()),
-        *inputs,
+        *rows,
         c_void_p(lse.data_ptr()),
-        *outputs,
+        *map(byref, results),
     )
-    return grads
 
 
 def _rows(x: Tensor) -> _Rows:

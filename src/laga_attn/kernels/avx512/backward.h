@@ -2,17 +2,20 @@
 
 #pragma once
 
+#include "fold.h"
 #include "keys.h"
 
 namespace {
 
 // Keys whose gradients are summed in place, and panels of queries between two additions to them.
-constexpr i64 KEY_ROWS = 192, QUERY_PANELS = 2;
+constexpr i64 KEY_ROWS = 144, QUERY_PANELS = 4;
 
 template <class T>
 struct Backward {
+    static constexpr i64 KEY_WORDS = KEY_ROWS / PER_WORD<T>;
     const Problem& p;
     KeySource<T> source;
+    Fold<T> fold;
     i64 panels, qk_words, v_words, qk_panels, v_panels, qk_room, v_room, row_words;
     word *q_columns, *dout_columns;  // queries as columns: [panel of queries][words of width][64]
     word *q_rows, *dout_rows;        // queries summed over: [panel of width][words of queries][64]
@@ -25,7 +28,7 @@ struct Backward {
     word* dscores_rows;              // keys summed over: [panel of queries][words of KEY_ROWS][64]
     char* end;                       // of the scratch that is used
 
-    Backward(const Problem& p, Arena arena) : p(p), source(p, KEY_ROWS, arena) {
+    Backward(const Problem& p, Arena arena) : p(p), source(p, KEY_ROWS, arena), fold(p, KEY_ROWS, arena) {
         panels = ceil_div(p.q_rows, PANEL);
         qk_words = p.qk_width / PER_WORD<T>, v_words = p.v_width / PER_WORD<T>;
         qk_panels = ceil_div(p.qk_width, PANEL), v_panels = ceil_div(p.v_width, PANEL);
@@ -38,27 +41,24 @@ struct Backward {
         lse = arena.take<float>(panels * PANEL);
         delta = arena.take<float>(panels * PANEL);
         dq = arena.take<float>(panels * p.qk_width * PANEL);
-        keys = arena.take<word>(p.qk_width * KEY_ROWS / PER_WORD<T>);
+        keys = arena.take<word>(p.qk_width * KEY_WORDS);
         dk = arena.take<float>(KEY_ROWS * qk_room);
         dv = arena.take<float>(KEY_ROWS * v_room);
         scores = arena.take<float>(KEY_ROWS * PANEL);
         dweights = arena.take<float>(KEY_ROWS * PANEL);
         weights = arena.take<T>(KEY_ROWS * QUERY_PANELS * PANEL);
         dscores = arena.take<T>(KEY_ROWS * QUERY_PANELS * PANEL);
-        dscores_rows = arena.take<word>(QUERY_PANELS * KEY_ROWS / PER_WORD<T> * PANEL);
+        dscores_rows = arena.take<word>(QUERY_PANELS * KEY_WORDS * PANEL);
         end = arena.next;
     }
 
     // Rows in no span may hold anything: they are packed as 0.
     void load(const T* q, i64 q_stride, const T* dout, i64 dout_stride, const float* lse_in, const float* delta_in) {
-        std::vector<char> used(panels * PANEL, 0);
-        for (i64 i = 0; i < p.span_count; ++i) {
-            const Span s(p, i);
-            std::fill_n(used.begin() + s.q0, s.q_len, 1);
-        }
+        std::vector<char> used = seen_queries(p);
+        used.resize(panels * PANEL, 0);
         for (i64 r = 0; r < panels * PANEL; ++r) {
-            lse[r] = r < p.q_rows && used[r] ? lse_in[r] * LOG2E : 0.0f;
-            delta[r] = r < p.q_rows && used[r] ? delta_in[r] : 0.0f;
+            lse[r] = used[r] ? lse_in[r] * LOG2E : 0.0f;
+            delta[r] = used[r] ? delta_in[r] : 0.0f;
         }
         std::vector<T> q_copy(PANEL * p.qk_width), dout_copy(PANEL * p.v_width);
         for (i64 panel = 0; panel < panels; ++panel) {
@@ -77,13 +77,6 @@ struct Backward {
         std::fill_n(dq, panels * p.qk_width * PANEL, 0.0f);
     }
 
-    static void copy_row(const T* from, i64 width, T* to) {
-        if (from)
-            std::memcpy(to, from, width * sizeof(T));
-        else
-            std::memset(to, 0, width * sizeof(T));
-    }
-
     // Gradients of the keys k0.. of the call, `rows` of them, into dk and dv; adds to dq. `source` is loaded.
     void key_block(i64 k0, i64 rows) {
         const Keys<T> block = source.rows(k0, rows);
@@ -96,39 +89,59 @@ struct Backward {
             const i64 first = s.q0 + s.first_query(begin - s.k0), last = s.q0 + s.end_query(end - 1 - s.k0);
             if (first >= last) continue;
             const i64 row = begin - k0;
-            const Keys<T> seen{block.k + row * block.k_stride, block.v + row * block.v_stride, block.k_stride,
-                               block.v_stride};
-            transpose(seen.k, seen.k_stride, end - begin, p.qk_width, keys, KEY_ROWS / PER_WORD<T>);
-            for (i64 panel = first / PANEL; panel * PANEL < last; panel += QUERY_PANELS)
-                block_by_panels(s, seen, begin - s.k0, end - begin, row, panel,
-                                std::min(QUERY_PANELS, ceil_div(last, PANEL) - panel));
+            transpose(block.k + row * block.k_stride, block.k_stride, end - begin, p.qk_width, keys, KEY_WORDS);
+            const Block whole{block.at(row), keys, begin - s.k0, row, end - begin};
+            for (i64 panel = first / PANEL, count; panel * PANEL < last; panel += count) {
+                // As many panels at once as see all keys; one that does not, by the keys that it sees.
+                const Block seen = seen_by(s, whole, panel);
+                for (count = 1; seen.rows == whole.rows && count < QUERY_PANELS; ++count)
+                    if (seen_by(s, whole, panel + count).rows < whole.rows) break;
+                if (seen.rows > 0) block_by_panels(s, seen, panel, count);
+            }
         }
     }
 
-    // Keys key.. of the span by `count` panels of queries; `row` is where these keys are in dk and dv.
-    void block_by_panels(const Span& s, const Keys<T>& seen, i64 key, i64 rows, i64 row, i64 panel, i64 count) {
-        const i64 key_words = ceil_div(rows, PER_WORD<T>);
+    // Keys of one span: rows, the same transposed, and where the first of them is in the span, and in dk and dv.
+    struct Block {
+        Keys<T> source;
+        const word* columns;
+        i64 key, row, rows;
+    };
+
+    // Those keys of a block that a panel of queries sees any of.
+    Block seen_by(const Span& s, const Block& block, i64 panel) const {
+        const i64 first = std::max<i64>(panel * PANEL - s.q0, 0);
+        const i64 last = std::min((panel + 1) * PANEL - s.q0, s.q_len) - 1;
+        const i64 from = std::max<i64>(s.first_key(first) - block.key, 0) / PER_WORD<T> * PER_WORD<T>;
+        const i64 to = last < first ? 0 : std::min(s.end_key(last) - block.key, block.rows);
+        return {block.source.at(from), block.columns + from / PER_WORD<T>, block.key + from, block.row + from,
+                to - from};
+    }
+
+    void block_by_panels(const Span& s, const Block& block, i64 panel, i64 count) {
+        const Keys<T>& seen = block.source;
+        const i64 rows = block.rows;
         for (i64 x = 0; x < count; ++x) {
             const i64 r = (panel + x) * PANEL;
             multiply<T, false>(rows, seen.k, seen.k_stride, q_columns + r * qk_words, qk_words, scores, PANEL);
             multiply<T, false>(rows, seen.v, seen.v_stride, dout_columns + r * v_words, v_words, dweights, PANEL);
-            for (i64 i = 0; i < rows; i += PER_WORD<T>) differentiate(s, key + i, i, rows, r, x);
-            word* d = dscores_rows + x * (KEY_ROWS / PER_WORD<T>) * PANEL;
-            multiply<T, true>(p.qk_width, keys, KEY_ROWS, d, key_words, dq + r * p.qk_width, PANEL);
+            for (i64 i = 0; i < rows; i += PER_WORD<T>) differentiate(s, block.key + i, i, rows, r, x);
+            multiply<T, true>(p.qk_width, block.columns, KEY_ROWS, dscores_rows + x * KEY_WORDS * PANEL,
+                              ceil_div(rows, PER_WORD<T>), dq + r * p.qk_width, PANEL);
         }
         const i64 words = count * PANEL / PER_WORD<T>, start = panel * PANEL / PER_WORD<T>;
         for (i64 x = 0; x < v_panels; ++x)
             multiply<T, true>(rows, weights, QUERY_PANELS * PANEL, dout_rows + (x * row_words + start) * PANEL, words,
-                              dv + row * v_room + x * PANEL, v_room);
+                              dv + block.row * v_room + x * PANEL, v_room);
         for (i64 x = 0; x < qk_panels; ++x)
             multiply<T, true>(rows, dscores, QUERY_PANELS * PANEL, q_rows + (x * row_words + start) * PANEL, words,
-                              dk + row * qk_room + x * PANEL, qk_room);
+                              dk + block.row * qk_room + x * PANEL, qk_room);
     }
 
     // Weights and dS of the key(s) of one word, by the panel of queries at row r of the call.
     void differentiate(const Span& s, i64 key, i64 i, i64 rows, i64 r, i64 x) {
         const __m512 factor = _mm512_set1_ps(p.scale * LOG2E);
-        word* out = dscores_rows + (x * (KEY_ROWS / PER_WORD<T>) + i / PER_WORD<T>) * PANEL;
+        word* out = dscores_rows + (x * KEY_WORDS + i / PER_WORD<T>) * PANEL;
         i64 begin[2] = {0, 0}, end[2] = {0, 0};
         for (i64 e = 0; e < PER_WORD<T> && i + e < rows; ++e) {
             begin[e] = s.q0 + s.first_query(key + e) - r;
@@ -140,7 +153,7 @@ struct Backward {
             for (i64 e = 0; e < PER_WORD<T>; ++e) {
                 const __mmask16 mask = first_lanes(end[e] - c) & ~first_lanes(begin[e] - c);
                 const i64 from = (i + e) * PANEL + c, to = (i + e) * QUERY_PANELS * PANEL + x * PANEL + c;
-                const __m512 y = exp2(_mm512_fmsub_ps(_mm512_loadu_ps(scores + from), factor, l));
+                const __m512 y = exp2<T>(_mm512_fmsub_ps(_mm512_loadu_ps(scores + from), factor, l));
                 const __m512 w = _mm512_maskz_mov_ps(mask, y);
                 ds[e] = _mm512_maskz_mul_ps(mask, y, _mm512_sub_ps(_mm512_loadu_ps(dweights + from), d));
                 store(weights + to, w, 0xffff);
@@ -182,6 +195,21 @@ struct Backward {
     }
 };
 
+// One pass over the keys of a call: gradients of `q` of head `h`; `sink(k0, rows)` takes those of each block of keys.
+template <class T, class Sink>
+void over_keys(Backward<T>& f, const Rows& dout, const float* delta, const Rows& q, const float* lse, const Rows& dq,
+               i64 b, i64 h, Sink sink) {
+    const Problem& p = f.p;
+    const i64 statistics = (b * p.heads + h) * p.q_rows;
+    f.load(at<T>(q, b, h), q.row, at<T>(dout, b, h), dout.row, lse + statistics, delta + statistics);
+    for (i64 k0 = 0; k0 < p.k_rows; k0 += KEY_ROWS) {
+        const i64 rows = std::min(KEY_ROWS, p.k_rows - k0);
+        f.key_block(k0, rows);
+        sink(k0, rows);
+    }
+    f.finish_dq(mutable_at<T>(dq, b, h), dq.row);
+}
+
 template <class T, class U>  // U: of dk and dv
 void backward(const Problem& p, const Rows& dout, const float* delta, const Rows& q, const Rows& k, const Rows& v,
               const float* lse, const Rows& dq, const Rows& dk, const Rows& dv) {
@@ -190,19 +218,42 @@ void backward(const Problem& p, const Rows& dout, const float* delta, const Rows
         const i64 b = item / p.kv_heads, g = item % p.kv_heads;
         Backward<T> f(p, Arena{p.scratch + thread * bytes});
         f.source.load(at<T>(k, b, g), k.row, at<T>(v, b, g), v.row);
-        for (i64 h = g; h < p.heads; h += p.kv_heads) {
-            const i64 statistics = (b * p.heads + h) * p.q_rows;
-            f.load(at<T>(q, b, h), q.row, at<T>(dout, b, h), dout.row, lse + statistics, delta + statistics);
-            for (i64 k0 = 0; k0 < p.k_rows; k0 += KEY_ROWS) {
-                const i64 rows = std::min(KEY_ROWS, p.k_rows - k0);
-                f.key_block(k0, rows);
+        for (i64 h = g; h < p.heads; h += p.kv_heads)
+            over_keys(f, dout, delta, q, lse, dq, b, h, [&](i64 k0, i64 rows) {
                 f.finish_rows(f.dk, f.qk_room, rows, p.qk_width, p.scale, h > g, mutable_at<U>(dk, b, g) + k0 * dk.row,
                               dk.row);
                 f.finish_rows(f.dv, f.v_room, rows, p.v_width, 1.0f, h > g, mutable_at<U>(dv, b, g) + k0 * dv.row,
                               dv.row);
-            }
-            f.finish_dq(mutable_at<T>(dq, b, h), dq.row);
-        }
+            });
+    });
+}
+
+// Adds to `d_latents` and `d_weight`, float32.
+template <class T>
+void backward_from_latent(const Problem& p, const Rows& dout, const float* delta, const Rows& q, const Rows& latents,
+                          const Rows& weight, const float* lse, const Rows& dq, const Rows& d_latents,
+                          const Rows& d_weight) {
+    const i64 bytes = scratch_bytes<Backward<T>>(p), blocks = ceil_div(p.k_rows, KEY_ROWS);
+    const std::vector<char> seen = seen_keys(p);
+    Turns at_block(p.batch * blocks), at_head(p.heads);
+    in_parallel(p.batch * p.heads, p.threads, [&](i64 item, i64 thread) {
+        const i64 b = item / p.heads, h = item % p.heads;
+        const T *latent = at<T>(latents, b, 0), *own_weight = at<T>(weight, 0, h);
+        Backward<T> f(p, Arena{p.scratch + thread * bytes});
+        f.source.load(latent, latents.row, own_weight, weight.row);
+        f.fold.load(own_weight, weight.row);
+        over_keys(f, dout, delta, q, lse, dq, b, h, [&](i64 k0, i64 rows) {
+            f.fold.take(rows, f.dk, f.qk_room, f.dv, f.v_room, latent + k0 * latents.row, latents.row, &seen[k0]);
+            f.fold.add_to_weight(rows);
+            const i64 block = b * blocks + k0 / KEY_ROWS;
+            at_block.wait(block, h);
+            f.fold.add_to_latents(rows, f.dk, f.qk_room, mutable_at<float>(d_latents, b, 0) + k0 * d_latents.row,
+                                  d_latents.row);
+            at_block.pass(block);
+        });
+        at_head.wait(h, b);
+        f.fold.finish_weight(mutable_at<float>(d_weight, 0, h), d_weight.row);
+        at_head.pass(h);
     });
 }
 

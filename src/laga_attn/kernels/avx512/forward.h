@@ -9,8 +9,9 @@
 
 namespace {
 
-// Queries that are scored together, and keys that are packed at once and scored before maxima are updated.
-constexpr i64 QUERIES = 96, KEYS = 512;
+// Queries that are scored together, those that meet values together, and keys that are packed at once and scored before
+// maxima are updated.
+constexpr i64 QUERIES = 96, TILE = 24, KEYS = 512;
 constexpr float INF = std::numeric_limits<float>::infinity();
 
 template <class T>
@@ -67,45 +68,64 @@ struct Forward {
         }
     }
 
-    // Queries r.. of the span by its keys j.., which are packed.
+    // Queries r.. of the span by its keys j.., which are packed. What the mask hides is left out where it fills a panel
+    // of keys for the first or last queries, and for TILE queries everywhere.
     void block(const Span& s, i64 r, i64 rows, i64 j, i64 n, const T* queries, i64 q_stride) {
-        const i64 begin = std::max(s.first_key(r) - j, i64(0)) / PANEL * PANEL;
-        const i64 end = round_up(std::min(s.end_key(r + rows - 1) - j, n), PANEL);
-        if (begin >= end) return;
-        for (i64 x = begin; x < end; x += PANEL)
-            multiply<T, false>(rows, queries, q_stride, keys + x * qk_words, qk_words, scores + x, key_room);
-        for (i64 i = 0; i < rows; ++i)
-            softmax(i, s.q0 + r + i, std::clamp<i64>(s.first_key(r + i) - j, begin, end),
-                    std::clamp<i64>(std::min(s.end_key(r + i) - j, n), begin, end), begin, end);
-        for (i64 x = 0; x < v_panels; ++x)
-            multiply<T, true>(rows, weights + begin, key_room,
-                              values + (x * key_room + begin) / PER_WORD<T> * PANEL, (end - begin) / PER_WORD<T>,
-                              out + (s.q0 + r) * v_room + x * PANEL, v_room);
+        for (i64 x = 0; x < n; x += PANEL) {
+            const i64 from = std::max<i64>(s.first_query(j + x) - r, 0);
+            const i64 to = std::min(s.end_query(j + std::min(x + PANEL, n) - 1) - r, rows);
+            if (from < to)
+                multiply<T, false>(to - from, queries + from * q_stride, q_stride, keys + x * qk_words, qk_words,
+                                   scores + from * key_room + x, key_room);
+        }
+        for (i64 t = 0; t < rows; t += TILE) {
+            const i64 count = std::min(TILE, rows - t);
+            const i64 begin = std::max<i64>(s.first_key(r + t) - j, 0) / 16 * 16;
+            const i64 end = round_up(std::min(s.end_key(r + t + count - 1) - j, n), 16);
+            if (begin >= end) continue;
+            for (i64 i = t; i < t + count; ++i)
+                softmax(i, s.q0 + r + i, std::clamp<i64>(s.first_key(r + i) - j, begin, end),
+                        std::clamp<i64>(std::min(s.end_key(r + i) - j, n), begin, end), begin, end);
+            for (i64 x = 0; x < v_panels; ++x)
+                multiply<T, true>(count, weights + t * key_room + begin, key_room,
+                                  values + (x * key_room + begin) / PER_WORD<T> * PANEL, (end - begin) / PER_WORD<T>,
+                                  out + (s.q0 + r + t) * v_room + x * PANEL, v_room);
+        }
     }
 
-    // Weights of row `i` in columns [from, to), of which those in [begin, end) are visible; others become 0.
+    // Weights of row `i` in columns [from, to), of which those in [begin, end) are visible; others become 0. `from` and
+    // `to` are multiples of 16.
     void softmax(i64 i, i64 query, i64 begin, i64 end, i64 from, i64 to) {
         const float* s = scores + i * key_room;
         T* w = weights + i * key_room;
-        const float factor = p.scale * LOG2E;
-        const __m512 f = _mm512_set1_ps(factor);
-        const i64 first = begin / 16 * 16;
+        const __m512 factor = _mm512_set1_ps(p.scale * LOG2E);
+        // Between these all is visible.
+        const i64 full = std::min(round_up(begin, 16), to), full_end = std::max(full, end / 16 * 16);
         auto visible = [&](i64 x) { return __mmask16(first_lanes(end - x) & ~first_lanes(begin - x)); };
-        __m512 largest = _mm512_set1_ps(-INF);
-        for (i64 x = first; x < end; x += 16) {
-            const __mmask16 mask = visible(x);
-            largest = _mm512_mask_max_ps(largest, mask, largest, _mm512_mul_ps(_mm512_loadu_ps(s + x), f));
+
+        __m512 even = _mm512_set1_ps(-INF), odd = even;  // two chains, neither of which waits for the other
+        auto score = [&](i64 x) { return _mm512_mul_ps(_mm512_loadu_ps(s + x), factor); };
+        auto compare = [&](i64 x, __mmask16 mask) { even = _mm512_mask_max_ps(even, mask, even, score(x)); };
+        for (i64 x = from; x < full; x += 16) compare(x, visible(x));
+        i64 rest = full;
+        for (; rest + 32 <= full_end; rest += 32) {
+            even = _mm512_max_ps(even, score(rest));
+            odd = _mm512_max_ps(odd, score(rest + 16));
         }
-        const float before = top[query], now = std::max(before, _mm512_reduce_max_ps(largest));
+        for (i64 x = rest; x < to; x += 16) compare(x, visible(x));
+        const float before = top[query], now = std::max(before, _mm512_reduce_max_ps(_mm512_max_ps(even, odd)));
+
         const __m512 shift = _mm512_set1_ps(now == -INF ? 0.0f : now);
         __m512 sum = _mm512_setzero_ps();
-        for (i64 x = from; x < to; x += 16) {
-            const __mmask16 mask = x < first || x >= end ? 0 : visible(x);
-            __m512 y = _mm512_setzero_ps();
-            if (mask) y = _mm512_maskz_mov_ps(mask, exp2(_mm512_fmsub_ps(_mm512_loadu_ps(s + x), f, shift)));
+        auto weigh = [&](i64 x, __mmask16 mask) {
+            const __m512 y = _mm512_maskz_mov_ps(mask, exp2<T>(_mm512_fmsub_ps(_mm512_loadu_ps(s + x), factor, shift)));
             sum = _mm512_add_ps(sum, y);
             store(w + x, y, 0xffff);
-        }
+        };
+        for (i64 x = from; x < full; x += 16) weigh(x, visible(x));
+        for (i64 x = full; x < full_end; x += 16) weigh(x, 0xffff);
+        for (i64 x = full_end; x < to; x += 16) weigh(x, visible(x));
+
         const float keep = before == now ? 1.0f : std::exp2(before - now);
         if (keep != 1.0f) {
             float* o = out + query * v_room;

@@ -13,6 +13,8 @@ template <class T>
 struct Keys {
     const T *k, *v;
     i64 k_stride, v_stride;
+
+    Keys at(i64 row) const { return {k + row * k_stride, v + row * v_stride, k_stride, v_stride}; }
 };
 
 template <class T>

@@ -47,6 +47,18 @@ struct Span {
     i64 end_query(i64 j) const { return causal ? std::clamp<i64>(j - offset + window, 0, q_len) : q_len; }
 };
 
+// Which rows a span holds; others may be anything.
+inline std::vector<char> seen_queries(const Problem& p) {
+    std::vector<char> seen(p.q_rows, 0);
+    for (i64 i = 0; i < p.span_count; ++i) std::fill_n(seen.begin() + Span(p, i).q0, Span(p, i).q_len, 1);
+    return seen;
+}
+inline std::vector<char> seen_keys(const Problem& p) {
+    std::vector<char> seen(p.k_rows, 0);
+    for (i64 i = 0; i < p.span_count; ++i) std::fill_n(seen.begin() + Span(p, i).k0, Span(p, i).k_len, 1);
+    return seen;
+}
+
 template <class T>
 const T* at(const Rows& x, i64 batch, i64 head) {
     return static_cast<const T*>(x.data) + batch * x.batch + head * x.head;
@@ -89,5 +101,19 @@ void in_parallel(i64 items, i64 threads, Body body) {
     work(0);
     for (auto& t : others) t.join();
 }
+
+// Lets work items into a place one after the other, in their order, so that sums there do not depend on who is faster.
+// An item may wait for those that were handed out before it: they are running, and wait for none after them.
+class Turns {
+  public:
+    explicit Turns(i64 places) : next(places) {}
+    void wait(i64 place, i64 turn) const {
+        while (next[place].load(std::memory_order_acquire) != turn) std::this_thread::yield();
+    }
+    void pass(i64 place) { next[place].fetch_add(1, std::memory_order_release); }
+
+  private:
+    std::vector<std::atomic<i64>> next;
+};
 
 }  // namespace
