@@ -74,6 +74,16 @@ def test_a_refusal_of_the_kernel_is_reported_with_the_command_in_one_line(monkey
         link_module._run(["tc", "root", "netem"])
 
 
+def burst_of(link: Link) -> int:
+    command = link_module._shape(link)
+    return int(command[command.index("burst") + 1].removesuffix("b"))
+
+
+def test_fast_links_pass_whole_what_tcp_hands_down_and_slow_ones_hardly_more_than_their_rate():
+    assert all(burst_of(Link(rate)) > 2**16 + 100 for rate in (1e8, 3e8, 7e8, 1e9, 1e10))
+    assert all(burst_of(Link(rate)) * 8 / rate <= 0.01 for rate in (1e7, 2e7, 5e7))
+
+
 def rates_and_peers(links: tuple[Link, ...]) -> tuple[list[float | None], list[str]]:
     rates = []
     for link in links:

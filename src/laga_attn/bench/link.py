@@ -35,16 +35,18 @@ _TIME_UNITS: Final = {"us": 10**6, "ms": 10**3, "s": 1}  # in a second
 _SYNTAX: Final = re.compile(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)(?:,(\d+(?:\.\d+)?)(us|ms|s))?")
 
 _BURST_SECONDS: Final = 1e-3  # what may pass at once after a pause
-# TCP hands down up to 64 KiB at once. With less room than that, tbf cuts it up and sets a timer for every 1500 bytes: at
-# 300 Mbit/s that took 70 % of a core from the rank that computes there.
-_LEAST_BURST: Final = 80_000
+_LEAST_BURST: Final = 2**13  # tbf lets no packet pass that is larger
+# TCP hands down up to 64 KiB at once. With a smaller burst tbf cuts that up and sets a timer for every 1500 bytes, which
+# at 300 Mbit/s took 70 % of a core from the rank that computed there. Slow links set few, and would feel such a burst.
+_UNCUT_BURST: Final = 80_000
+_LONGEST_BURST_SECONDS: Final = 1e-2
 _QUEUE_SECONDS: Final = 0.1
 _LEAST_QUEUE: Final = 2**22  # room for what TCP has under way: the queue delays, it does not drop
 
 _PACKET: Final = 1500
 
 _PROBE_SECONDS: Final = 0.5
-_PROBE_BYTES: Final = (2**19, 2**28)  # at least some bursts
+_PROBE_BYTES: Final = (2**16, 2**28)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +147,8 @@ def _shape(link: Link | None) -> list[str]:
     if link.latency:
         packets = int((link.latency * link.rate / 8 + queue) / _PACKET)
         return [*command, "netem", "rate", rate, "delay", f"{link.latency * 1e6:.0f}us", "limit", f"{packets}"]
-    burst = max(_LEAST_BURST, int(link.rate * _BURST_SECONDS / 8))
+    uncut = min(_UNCUT_BURST, link.rate * _LONGEST_BURST_SECONDS / 8)
+    burst = int(max(_LEAST_BURST, uncut, link.rate * _BURST_SECONDS / 8))
     return [*command, "tbf", "rate", rate, "burst", f"{burst}b", "limit", f"{queue + burst}b"]
 
 
