@@ -36,8 +36,8 @@ _SYNTAX: Final = re.compile(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)(?:,(\d+(?:\.\d+)?)
 
 _BURST_SECONDS: Final = 1e-3  # what may pass at once after a pause
 _LEAST_BURST: Final = 2**13  # tbf lets no packet pass that is larger
-# TCP hands down up to 64 KiB at once. With a smaller burst tbf cuts that up and sets a timer for every 1500 bytes, which
-# at 300 Mbit/s took 70 % of a core from the rank that computed there. Slow links set few, and would feel such a burst.
+# TCP hands down up to 64 KiB at once. With a smaller burst tbf cuts that up and sets a timer for every 1500 bytes: at
+# 300 Mbit/s that took 70 % of a core from the rank computing there. Slow links set few, and would feel such a burst.
 _UNCUT_BURST: Final = 80_000
 _LONGEST_BURST_SECONDS: Final = 1e-2
 _QUEUE_SECONDS: Final = 0.1
