@@ -11,12 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from laga_attn.collectives import all_gather_rows, exchange_rows, split_rows
 from laga_attn.grid import ContextParallel
+from laga_attn.layout import Index
 from laga_attn.routing import Routing, Rows, TokenRoute, heads_of, members_of
 from laga_attn.traffic import Phase
 
@@ -30,6 +31,7 @@ __all__ = [
     "put",
     "return_heads",
     "return_key_grads",
+    "row_numbers",
     "send_heads",
     "take",
 ]
@@ -48,7 +50,7 @@ def take(x: Tensor, rows: Rows | None) -> Tensor:
         return x
     if isinstance(rows, slice):
         return x if rows == slice(0, x.shape[0]) else x[rows]
-    return x.index_select(0, _tensor(rows, x.device))
+    return x.index_select(0, row_numbers(rows, x))
 
 
 def add_rows(total: Tensor, rows: Rows, part: Tensor) -> None:
@@ -56,7 +58,7 @@ def add_rows(total: Tensor, rows: Rows, part: Tensor) -> None:
     if isinstance(rows, slice):
         total[rows].add_(part)  # not `+=`, which would assign the view to itself afterwards
     else:
-        total.index_add_(0, _tensor(rows, total.device), part.to(total.dtype))
+        total.index_add_(0, row_numbers(rows, total), part.to(total.dtype))
 
 
 def send_heads(
@@ -175,7 +177,7 @@ def cut_key_grads(grad: Tensor, routes: Sequence[TokenRoute], dtype: torch.dtype
     route = routes[-1]
     if route.inverse is None:
         return [piece.to(dtype) for piece in split_rows(grad, route.received)]
-    places = split_rows(_tensor(route.inverse, grad.device), route.received)
+    places = split_rows(row_numbers(route.inverse, grad), route.received)
     return [grad.index_select(0, rows).to(dtype) for rows in places]
 
 
@@ -223,8 +225,15 @@ def put(local: Tensor, rows: Rows, part: Tensor) -> None:
     if isinstance(rows, slice):
         local[rows] = part
     else:
-        local.index_copy_(0, _tensor(rows, local.device), part)
+        local.index_copy_(0, row_numbers(rows, local), part)
 
 
-def _tensor(rows: np.ndarray, device: torch.device) -> Tensor:
-    return torch.tensor(rows, device=device)
+def row_numbers(rows: Index, like: Tensor) -> Tensor:
+    """Rows as a tensor on the device of `like`.
+
+    A GPU takes them from pinned memory while the host goes on: a copy from any other would hold the host up until the
+    GPU had done all that it was given before.
+    """
+    if not like.is_cuda or isinstance(like, FakeTensor):
+        return torch.tensor(rows, device=like.device)
+    return torch.from_numpy(rows).pin_memory().to(like.device, non_blocking=True)

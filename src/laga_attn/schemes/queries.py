@@ -13,7 +13,7 @@ from torch import Tensor
 
 from laga_attn.attention_plan import AttentionPlan
 from laga_attn.grid import ContextParallel
-from laga_attn.movement import Finish, acc_dtype, empty_local, return_heads, send_heads
+from laga_attn.movement import Finish, acc_dtype, empty_local, return_heads, row_numbers, send_heads
 
 __all__ = ["OutputReturn", "QueryGradReturn", "send_output_grads", "send_queries"]
 
@@ -134,5 +134,5 @@ def _minus_inf_at_pads(lse: Tensor, plan: AttentionPlan) -> Tensor:
     if not routing.has_pads:
         return lse
     pad = torch.ones(routing.local_len, dtype=torch.bool, device=lse.device)
-    pad[routing.real if isinstance(routing.real, slice) else torch.tensor(routing.real, device=lse.device)] = False
+    pad[routing.real if isinstance(routing.real, slice) else row_numbers(routing.real, lse)] = False
     return lse.masked_fill(pad, float("-inf"))
