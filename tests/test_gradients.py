@@ -228,6 +228,8 @@ def reduce_faulty(ctx, fault):
         p.grad = torch.ones_like(p)
     if ctx.rank == 1 and fault == "frozen":
         parameters[1].requires_grad_(False)
+    if ctx.rank == 1 and fault == "all frozen":
+        parameters = [p.requires_grad_(False) for p in parameters]
     if ctx.rank == 1 and fault == "shape":
         parameters[0] = nn.Parameter(torch.zeros(2, 4))
     if ctx.rank == 1 and fault == "sparse":
@@ -236,7 +238,13 @@ def reduce_faulty(ctx, fault):
 
 
 @pytest.mark.parametrize(
-    ("fault", "text"), [("frozen", "number of trainable"), ("shape", "checksum"), ("sparse", "sparse")]
+    ("fault", "text"),
+    [
+        ("frozen", "number of trainable"),
+        ("all frozen", "no parameter requires grad"),
+        ("shape", "checksum"),
+        ("sparse", "sparse"),
+    ],
 )
 def test_ranks_that_cannot_reduce_together_all_raise(ranks, fault, text):
     ranks(2).run_raises(reduce_faulty, fault, match=text)
@@ -245,6 +253,16 @@ def test_ranks_that_cannot_reduce_together_all_raise(ranks, fault, text):
 def loss_detached_on_one_rank(ctx):
     weight = nn.Parameter(torch.ones(()))
     token_mean_loss(weight * 2 if ctx.rank == 0 else torch.zeros(()), 3 * (1 - ctx.rank), ctx.group)
+
+
+def loss_of_a_wrong_kind_on_one_rank(ctx, fault):
+    loss_sum = torch.zeros(3 if fault == "loss" and ctx.rank == 1 else ())
+    token_mean_loss(loss_sum, torch.tensor(1.5 if fault == "count" and ctx.rank == 1 else 1), ctx.group)
+
+
+@pytest.mark.parametrize(("fault", "text"), [("loss", "0-d sum"), ("count", "one integer")])
+def test_a_loss_of_a_wrong_kind_on_one_rank_raises_everywhere(ranks, fault, text):
+    ranks(2).run_raises(loss_of_a_wrong_kind_on_one_rank, fault, match=f"rank 1: .*{text}")
 
 
 def evaluate(ctx):

@@ -32,6 +32,7 @@ from laga_attn.grid import ContextParallel
 __all__ = ["load_balancing_loss", "reduce_gradients", "token_mean_loss"]
 
 _BUCKET_BYTES = 64 * 2**20
+_NOTHING_TRAINABLE = "no parameter requires grad, so there is no gradient to reduce"
 
 
 def token_mean_loss(loss_sum: Tensor, n_valid: int | Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
@@ -50,19 +51,21 @@ def token_mean_loss(loss_sum: Tensor, n_valid: int | Tensor, group: dist.Process
         0-d `loss_sum / sum of n_valid over the group`, differentiable. 0 if no rank has a valid token.
 
     Raises:
-        ValueError: `loss_sum` is no scalar, or it requires grad on some ranks only (on every rank).
+        ValueError: `loss_sum` is no scalar, `n_valid` no integer, or the loss requires grad on some ranks only; on
+            every rank.
     """
-    if loss_sum.ndim != 0:
-        raise ValueError(f"loss_sum must be a 0-d sum, got shape {list(loss_sum.shape)}; use reduction='sum'")
-    size = _size(group)
     count = torch.as_tensor(n_valid, device=loss_sum.device)
-    if count.ndim != 0 or count.is_floating_point():
-        raise ValueError(f"n_valid must be one integer, got {count.dtype} of shape {list(count.shape)}")
-    attached = torch.full_like(count, int(loss_sum.requires_grad))
-    tally = torch.stack([count.long(), attached.long()])
+    error = _misfit(loss_sum, count)
+    if error is not None:
+        count = torch.zeros((), dtype=torch.long, device=loss_sum.device)
+    tally = torch.tensor([0, loss_sum.requires_grad, error is not None], device=loss_sum.device)  # as integers
+    tally[0] = count
+    size = _size(group)
     if size > 1:
         dist.all_reduce(tally, group=group)
-    total, n_attached = tally.tolist()
+    total, n_attached, n_wrong = tally.tolist()
+    if n_wrong:  # all know, so all can say what
+        agree(_ranks(group), {}, error)
     if n_attached not in (0, size):
         raise ValueError(
             f"the loss requires grad on {n_attached} of {size} ranks only, so backward would hang: the other "
@@ -92,12 +95,14 @@ def reduce_gradients(
         bucket_bytes: gradients travel in flat buckets of about this size; two buckets of memory are needed.
 
     Raises:
-        ValueError: ranks with different parameters, sparse or sharded gradients (on every rank); no parameter
-            that requires grad.
+        ValueError: ranks with different parameters, sparse or sharded gradients, or no parameter that requires grad; on
+            every rank.
     """
     size = _size(group)
     trainable = _trainable(parameters)
     if size == 1:
+        if not trainable:
+            raise ValueError(_NOTHING_TRAINABLE)
         return
     with torch.no_grad():
         present = _agree_on_presence(trainable, group)
@@ -155,13 +160,23 @@ def _sum_dtype(tensor: Tensor) -> torch.dtype:
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
+def _ranks(group: dist.ProcessGroup | None) -> ContextParallel:
+    world = group or dist.group.WORLD
+    return ContextParallel.none() if world is None else ContextParallel(world, check="always")
+
+
+def _misfit(loss_sum: Tensor, count: Tensor) -> str | None:
+    if loss_sum.ndim != 0:
+        return f"loss_sum must be a 0-d sum, got shape {list(loss_sum.shape)}; use reduction='sum'"
+    if count.ndim != 0 or count.is_floating_point():
+        return f"n_valid must be one integer, got {count.dtype} of shape {list(count.shape)}"
+    return None
+
+
 def _trainable(parameters: nn.Module | Iterable[nn.Parameter]) -> list[nn.Parameter]:
     """The distinct parameters that require grad, in order."""
     given = parameters.parameters() if isinstance(parameters, nn.Module) else parameters
-    trainable = list(dict.fromkeys(parameter for parameter in given if parameter.requires_grad))
-    if not trainable:
-        raise ValueError("no parameter requires grad, so there is no gradient to reduce")
-    return trainable
+    return list(dict.fromkeys(parameter for parameter in given if parameter.requires_grad))
 
 
 def _agree_on_presence(trainable: list[nn.Parameter], group: dist.ProcessGroup | None) -> list[bool]:
@@ -171,9 +186,7 @@ def _agree_on_presence(trainable: list[nn.Parameter], group: dist.ProcessGroup |
         "number of trainable parameters": len(trainable),
         "checksum of their shapes and dtypes": zlib.crc32(shapes.encode()),
     }
-    world = group or dist.group.WORLD
-    assert world is not None  # more than one rank
-    agree(ContextParallel(world, check="always"), signature, _local_error(trainable))
+    agree(_ranks(group), signature, _local_error(trainable))
     present = torch.tensor([parameter.grad is not None for parameter in trainable], dtype=torch.int32)
     present = present.to(trainable[0].device)
     dist.all_reduce(present, group=group)
@@ -181,6 +194,8 @@ def _agree_on_presence(trainable: list[nn.Parameter], group: dist.ProcessGroup |
 
 
 def _local_error(trainable: list[nn.Parameter]) -> str | None:
+    if not trainable:
+        return _NOTHING_TRAINABLE
     for number, parameter in enumerate(trainable):
         where = f"trainable parameter {number} of shape {list(parameter.shape)}"
         if isinstance(parameter, DTensor):
