@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+
 import pytest
 import torch
 
@@ -253,6 +255,40 @@ def test_ranks_that_see_different_numbers_of_keys_exchange_by_the_same_head_grou
     orders = ranks(4).run(_budget_of_a_few_keys, case, Run(scheme=scheme, ulysses_degree=2))
     assert all(order == orders[0] for order in orders)
     assert sum(kind == "query" for kind, _, _ in orders[0]) > 4
+
+
+@contextmanager
+def _threads(number):
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _groups_with_threads(ctx, case, run, threads):
+    with _threads(threads), laga.traffic() as ledger:
+        return attend(ctx, case, run), sum(record.kind == "query" for record in ledger.records)
+
+
+def test_a_group_has_a_head_for_each_thread(ranks):
+    case, run = Case(lengths=(64,), heads=32, dtype=torch.float32), Run(ulysses_degree=2)
+    results = {threads: ranks(2).run(_groups_with_threads, case, run, threads) for threads in (1, 3, 8, 40)}
+    for threads, groups in ((1, 8), (3, 6), (8, 2), (40, 1)):  # 16 heads per rank
+        for (local, exchanges), (expected, _) in zip(results[threads], results[1], strict=True):
+            assert exchanges == groups
+            assert_bitwise(local.out, expected.out)
+            assert_bitwise(local.dq, expected.dq)
+
+
+def _ranks_with_other_threads(ctx):
+    with _threads(1 + ctx.rank):
+        return _call(ctx, {})
+
+
+def test_ranks_with_other_numbers_of_threads_hear_that_groups_follow_them(ranks):
+    ranks(2).run_raises(_ranks_with_other_threads, match=r"threads \(give head_group, .*\): rank 0 has 1; rank 1 has 2")
 
 
 def _one_machine_lacks_a_kernel(ctx):

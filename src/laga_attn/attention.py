@@ -83,9 +83,8 @@ def latent_attention(
             the gathered latent; `"kv"`: also K and V. `"auto"`: `"kv"` for explicit (which has no `"gathered"`),
             else `"latent"`.
         kernel: `"auto"`, or a name from `laga_attn.kernels.support_table`.
-        head_group: heads whose K and V are rebuilt at a time; None: an eighth of the rank's heads, fewer where that
-            would take more than 256 MiB. Threads of a CPU share a group's heads, so that a single rank takes one for
-            each thread; with more ranks, give a multiple of their threads.
+        head_group: heads whose K and V are rebuilt at a time; None: an eighth of the rank's heads, but one for each
+            thread on a CPU, where threads share a group's heads, and fewer where that would take more than 256 MiB.
         return_lse: also return the log-sum-exp of the scaled scores.
         prefetched: the gather of these latents, started earlier by `prefetch_latent`.
 
@@ -144,8 +143,6 @@ def _plan(call: Call) -> AttentionPlan:
 
 def _default_head_group(call: Call, dims: LatentDims, ulysses_degree: int, keys: int) -> int:
     heads = dims.num_heads // ulysses_degree
-    at_once = heads // 8
-    if call.cp.size == 1 and call.q.device.type == "cpu":  # other ranks may have another number of threads
-        at_once = min(heads, max(at_once, torch.get_num_threads()))
+    at_once = min(heads, max(heads // 8, call.threads() or 1))
     per_head = max(1, keys * dims.kv_head_dim * call.q.element_size())
     return max(1, min(at_once, _REBUILD_BUDGET // per_head))

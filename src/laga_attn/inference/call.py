@@ -37,6 +37,11 @@ class StepCall:
     def cp(self) -> ContextParallel:
         return self.cache.cp
 
+    @property
+    def streams(self) -> bool:
+        """Whether the kernel rebuilds K and V by itself, a few rows at a time."""
+        return self.head_kernel.rebuilds(self.dims.kv_lora_rank)
+
     def blocks(self, itemsize: int) -> Blocks:
         """How prefill works off the context, for queries whose elements take `itemsize` bytes."""
         heads = self.dims.num_heads // (self.cp.ulysses_degree or 1)

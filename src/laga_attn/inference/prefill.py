@@ -54,7 +54,7 @@ def attend_split(q: Tensor, c_kv: Tensor, k_rope: Tensor, weight: Tensor, call: 
     blocks = call.blocks(q.element_size())
     for block, rows in _context(degree, blocks.tokens, call, q.dtype):
         everything = (Span(0, rows.stop - rows.start, 0, len(block), causal=False),)
-        for group in _groups(query.shape[2], blocks.head_group) if rows.stop > rows.start else ():
+        for group in _groups(query.shape[2], blocks.head_group, call) if rows.stop > rows.start else ():
             part = _attend(query[:, rows, group], block, own_weight[weight_rows(group, dims)], everything, call)
             running.add(rows, group, *part)
 
@@ -70,7 +70,7 @@ def _attend_new(query: Tensor, latent: Tensor, weight: Tensor, routing: Routing,
     out = query.new_empty(queries, 1, heads, dims.v_head_dim).transpose(0, 1)
     lse = query.new_empty(1, heads, queries, dtype=acc_dtype(query.dtype))
     fitting = longest_chunk(call.workspace, dims, query.element_size()) // max(1, len(latent))
-    for group in _groups(heads, max(1, min(heads // 8, fitting))):
+    for group in _groups(heads, max(1, min(heads // 8, fitting)), call):
         part = _attend(query[:, :, group], latent, weight[weight_rows(group, dims)], routing.keys.spans, call)
         out[:, :, group], lse[:, group] = part
     return RunningAttention(out, lse)
@@ -80,12 +80,17 @@ def _attend(
     query: Tensor, latent: Tensor, weight: Tensor, spans: tuple[Span, ...], call: StepCall
 ) -> tuple[Tensor, Tensor]:
     """A head group's queries over the K and V that are rebuilt for it."""
+    if call.streams:
+        keys = latent.transpose(0, 1), weight
+        return call.head_kernel.forward_from_latent(query, *keys, spans, call.softmax_scale, call.dims.v_head_dim)
     kv = expand_kv(latent, weight, call.dims).transpose(0, 1)  # [1, keys, hg, Dqk + Dv]
     k, v = kv.split([call.dims.qk_head_dim, call.dims.v_head_dim], dim=-1)
     return call.head_kernel.forward(query, k, v, spans, call.softmax_scale)
 
 
-def _groups(heads: int, each: int) -> list[slice]:
+def _groups(heads: int, each: int, call: StepCall) -> list[slice]:
+    """Heads whose K and V exist at the same time: `each`, or all where none ever does."""
+    each = heads if call.streams else each
     return [slice(start, min(start + each, heads)) for start in range(0, heads, each)]
 
 

@@ -1,8 +1,9 @@
 """How much of the context is worked on at a time: from a byte budget.
 
 What is counted: rows on their way, rows picked from pages, latents in the dtype of queries, rebuilt K and V, and the
-copies of one head's keys and values that kernels make in the accumulation dtype. A kernel's tile of scores, and the few
-hundred keys that it packs for it, are not; their size does not depend on the context.
+copies of one head's keys and values that kernels make in the accumulation dtype. A kernel that rebuilds K and V by
+itself needs neither of the last two. A kernel's tile of scores, and the few hundred keys that it packs for it, are not
+counted; their size does not depend on the context.
 """
 
 from __future__ import annotations

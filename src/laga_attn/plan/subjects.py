@@ -83,7 +83,7 @@ def _planned(
 ) -> Iterator[tuple[ContextParallel, Trace]]:
     """A rank of the cluster that is planned for, on which nothing depends on the machine that plans."""
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # the heads that a single rank on a CPU takes at a time follow its threads
+    torch.set_num_threads(1)  # the heads that a rank on a CPU takes at a time follow its threads
     try:
         with (
             fake_ranks(workload.cp, rank, ulysses_degree, two_level=two_level) as cp,
