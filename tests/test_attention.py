@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from contextlib import contextmanager
 
 import pytest
@@ -272,23 +273,52 @@ def _groups_with_threads(ctx, case, run, threads):
         return attend(ctx, case, run), sum(record.kind == "query" for record in ledger.records)
 
 
-def test_a_group_has_a_head_for_each_thread(ranks):
-    case, run = Case(lengths=(64,), heads=32, dtype=torch.float32), Run(ulysses_degree=2)
-    results = {threads: ranks(2).run(_groups_with_threads, case, run, threads) for threads in (1, 3, 8, 40)}
+MANY_HEADS = Case(lengths=(64,), heads=32, nope=16, rope=8, v=12, rank=24, dtype=torch.float32)
+needs_avx512 = pytest.mark.skipif(avx512.missing(torch.float32) is not None, reason=str(avx512.missing(torch.float32)))
+
+
+@needs_avx512
+def test_a_group_has_a_head_for_each_thread_and_the_same_bits(ranks):
+    run = Run(ulysses_degree=2, kernel="avx512")
+    results = {threads: ranks(2).run(_groups_with_threads, MANY_HEADS, run, threads) for threads in (1, 3, 8, 40)}
     for threads, groups in ((1, 8), (3, 6), (8, 2), (40, 1)):  # 16 heads per rank
         for (local, exchanges), (expected, _) in zip(results[threads], results[1], strict=True):
             assert exchanges == groups
-            assert_bitwise(local.out, expected.out)
-            assert_bitwise(local.dq, expected.dq)
+            for field in dataclasses.fields(local):
+                name = field.name
+                assert_bitwise(getattr(local, name), getattr(expected, name), name=name, allow_nonfinite=True)
 
 
-def _ranks_with_other_threads(ctx):
+def _ranks_with_other_threads(ctx, changes):
     with _threads(1 + ctx.rank):
-        return _call(ctx, {})
+        return _call(ctx, changes)
 
 
 def test_ranks_with_other_numbers_of_threads_hear_that_groups_follow_them(ranks):
-    ranks(2).run_raises(_ranks_with_other_threads, match=r"threads \(give head_group, .*\): rank 0 has 1; rank 1 has 2")
+    ranks(2).run_raises(
+        _ranks_with_other_threads,
+        {"degree": 2},
+        match="threads, which choose head_group .*: rank 0 has 1; rank 1 has 2",
+    )
+
+
+def test_where_groups_are_not_exchanged_threads_may_differ(ranks):
+    ranks(2).run(_ranks_with_other_threads, {"degree": 1})
+    ranks(2).run(_ranks_with_other_threads, {"degree": 2, "options": {"scheme": "explicit"}})
+    ranks(2).run(_ranks_with_other_threads, {"degree": 2, "options": {"head_group": 2}})
+
+
+def _group_of_a_long_call(ctx, save, kernel):
+    """Exchanges of queries with a budget for K and V of one head, if that."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "_REBUILD_BUDGET", 2**8)
+        return _groups_with_threads(ctx, MANY_HEADS, Run(ulysses_degree=2, save=save, kernel=kernel), 4)[1]
+
+
+@needs_avx512
+def test_groups_are_narrow_only_for_kernels_that_need_k_and_v_whole(ranks):
+    for save, kernel, groups in (("latent", "avx512", 4), ("kv", "avx512", 16), ("latent", "blockwise", 16)):
+        assert ranks(2).run(_group_of_a_long_call, save, kernel) == [groups] * 2
 
 
 def _one_machine_lacks_a_kernel(ctx):
@@ -299,7 +329,7 @@ def _one_machine_lacks_a_kernel(ctx):
         avx512._library = found
 
 
-@pytest.mark.skipif(avx512.missing(torch.float32) is not None, reason=str(avx512.missing(torch.float32)))
+@needs_avx512
 def test_ranks_whose_machines_have_other_kernels_do_not_mix_them(ranks):
     ranks(2).run_raises(_one_machine_lacks_a_kernel, match="kernels: rank 0 has .'avx512', .*; rank 1 has .'blockwise'")
 

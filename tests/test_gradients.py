@@ -256,11 +256,21 @@ def loss_detached_on_one_rank(ctx):
 
 
 def loss_of_a_wrong_kind_on_one_rank(ctx, fault):
-    loss_sum = torch.zeros(3 if fault == "loss" and ctx.rank == 1 else ())
-    token_mean_loss(loss_sum, torch.tensor(1.5 if fault == "count" and ctx.rank == 1 else 1), ctx.group)
+    wrong = fault if ctx.rank == 1 else {}
+    token_mean_loss(wrong.get("loss_sum", torch.zeros(())), wrong.get("n_valid", torch.tensor(1)), ctx.group)
 
 
-@pytest.mark.parametrize(("fault", "text"), [("loss", "0-d sum"), ("count", "one integer")])
+@pytest.mark.parametrize(
+    ("fault", "text"),
+    [
+        ({"loss_sum": torch.zeros(3)}, r"0-d sum, got shape \[3\]"),
+        ({"n_valid": torch.tensor(1.5)}, "one integer, got torch.float32"),
+        ({"n_valid": torch.tensor(1j)}, "one integer, got torch.complex64"),
+        ({"n_valid": None}, "one integer, got None"),
+        ({"n_valid": 2.0}, "one integer, got 2.0"),
+    ],
+    ids=str,
+)
 def test_a_loss_of_a_wrong_kind_on_one_rank_raises_everywhere(ranks, fault, text):
     ranks(2).run_raises(loss_of_a_wrong_kind_on_one_rank, fault, match=f"rank 1: .*{text}")
 

@@ -84,7 +84,8 @@ def latent_attention(
             else `"latent"`.
         kernel: `"auto"`, or a name from `laga_attn.kernels.support_table`.
         head_group: heads whose K and V are rebuilt at a time; None: an eighth of the rank's heads, but one for each
-            thread on a CPU, where threads share a group's heads, and fewer where that would take more than 256 MiB.
+            thread on a CPU, where threads share a group's heads, and fewer where their K and V would take more than
+            256 MiB (a kernel that rebuilds K and V a few rows at a time needs no room for them).
         return_lse: also return the log-sum-exp of the scaled scores.
         prefetched: the gather of these latents, started earlier by `prefetch_latent`.
 
@@ -124,25 +125,29 @@ def _plan(call: Call) -> AttentionPlan:
     dims, cp = call.dims(), call.cp
     scheme, degree = call.resolve()
     routing = call.routing()
-    # Equal on all ranks, unlike the keys that this one sees: exchanges go by head group.
-    keys = call.layout.seq_len * call.q.shape[0]
+    save = SAVE_POLICIES[scheme][0] if call.save == "auto" else cast(Save, call.save)
+    kernel = call.select_kernel()
+    # What head groups follow is equal on all ranks, unlike the keys that this one sees: exchanges go by group.
+    rebuilt = 0 if scheme == "laga" and save != "kv" and kernel.rebuilds(dims.kv_lora_rank) else call.layout.seq_len
     return AttentionPlan(
         scheme=scheme,
-        save=SAVE_POLICIES[scheme][0] if call.save == "auto" else cast(Save, call.save),
+        save=save,
         ulysses_degree=degree,
         rank=cp.rank,
         dims=dims,
         routing=routing,
-        kernel=call.select_kernel(),
+        kernel=kernel,
         softmax_scale=dims.qk_head_dim**-0.5 if call.softmax_scale is None else call.softmax_scale,
-        head_group=call.head_group or _default_head_group(call, dims, degree, keys),
+        head_group=call.head_group or _default_head_group(call, dims, degree, rebuilt),
         return_lse=call.return_lse,
         keeps=bool(call.wanted_gradients()),
     )
 
 
-def _default_head_group(call: Call, dims: LatentDims, ulysses_degree: int, keys: int) -> int:
+def _default_head_group(call: Call, dims: LatentDims, ulysses_degree: int, rebuilt: int) -> int:
+    """Heads of a group, each of which rebuilds K and V of so many tokens."""
     heads = dims.num_heads // ulysses_degree
-    at_once = min(heads, max(heads // 8, call.threads() or 1))
-    per_head = max(1, keys * dims.kv_head_dim * call.q.element_size())
+    threads = torch.get_num_threads() if call.q.device.type == "cpu" else 1
+    at_once = min(heads, max(heads // 8, threads))
+    per_head = max(1, rebuilt * call.q.shape[0] * dims.kv_head_dim * call.q.element_size())
     return max(1, min(at_once, _REBUILD_BUDGET // per_head))

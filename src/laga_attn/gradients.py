@@ -20,6 +20,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterable, Iterator
 from itertools import accumulate
+from numbers import Integral
 
 import torch
 import torch.distributed as dist
@@ -54,12 +55,10 @@ def token_mean_loss(loss_sum: Tensor, n_valid: int | Tensor, group: dist.Process
         ValueError: `loss_sum` is no scalar, `n_valid` no integer, or the loss requires grad on some ranks only; on
             every rank.
     """
-    count = torch.as_tensor(n_valid, device=loss_sum.device)
-    error = _misfit(loss_sum, count)
-    if error is not None:
-        count = torch.zeros((), dtype=torch.long, device=loss_sum.device)
+    error = _misfit(loss_sum, n_valid)
     tally = torch.tensor([0, loss_sum.requires_grad, error is not None], device=loss_sum.device)  # as integers
-    tally[0] = count
+    if error is None:
+        tally[0] = n_valid
     size = _size(group)
     if size > 1:
         dist.all_reduce(tally, group=group)
@@ -165,11 +164,14 @@ def _ranks(group: dist.ProcessGroup | None) -> ContextParallel:
     return ContextParallel.none() if world is None else ContextParallel(world, check="always")
 
 
-def _misfit(loss_sum: Tensor, count: Tensor) -> str | None:
+def _misfit(loss_sum: Tensor, n_valid: object) -> str | None:
     if loss_sum.ndim != 0:
         return f"loss_sum must be a 0-d sum, got shape {list(loss_sum.shape)}; use reduction='sum'"
-    if count.ndim != 0 or count.is_floating_point():
-        return f"n_valid must be one integer, got {count.dtype} of shape {list(count.shape)}"
+    if isinstance(n_valid, Tensor):
+        if n_valid.ndim != 0 or n_valid.is_floating_point() or n_valid.is_complex():
+            return f"n_valid must be one integer, got {n_valid.dtype} of shape {list(n_valid.shape)}"
+    elif not isinstance(n_valid, Integral):  # NumPy's too
+        return f"n_valid must be one integer, got {n_valid!r}"
     return None
 
 

@@ -48,6 +48,11 @@ def test_the_context_takes_no_more_than_the_workspace(ranks, size, degree, works
     assert long > alone + workspace // 8, "the budget is hardly used"
 
 
+def test_new_tokens_are_worked_on_by_groups_of_heads(ranks):
+    """Nothing in fp32 for all heads at once, which would be a third more."""
+    assert ranks(1).run(peak, 8, 10**6, 1, 512, False)[0] <= 5.5 * 512 * 8 * 16 * 4  # times the output
+
+
 def test_decode_takes_no_more_than_the_workspace(ranks):
     for interleaved in (False, True):
         alone, short, long = (ranks(1).run(peak, context, 150_000, 1, 1, interleaved)[0] for context in (8, 1024, 4096))

@@ -13,7 +13,7 @@ from laga_attn.spans import Span
 
 __all__ = ["MASKS", "Problem", "mask", "problem"]
 
-# Blocks of the kernels are cut at 64, 96, 192 and 256, which these do not divide.
+# Blocks of the kernels are cut at 64, 96, 144 and 256, which these do not divide.
 MASKS: dict[str, list[Span]] = {
     "causal": [Span(0, 300, 0, 300, True)],
     "full": [Span(0, 300, 0, 437, False)],

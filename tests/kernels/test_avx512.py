@@ -19,7 +19,7 @@ from tests.kernels.oracle import MASKS, Problem, problem
 RESULTS = ("out", "lse", "dq", "dk", "dv")
 KERNEL = Kernel("avx512")
 DTYPES = (torch.float32, torch.bfloat16)
-# Blocks are cut at 64, 96, 192 and 512.
+# Blocks are cut at 16, 24, 64, 96, 144 and 512.
 LONG = {
     "causal": [Span(0, 1100, 0, 2500, True)],
     "window": [Span(7, 1000, 30, 2400, True, 777)],
@@ -223,11 +223,83 @@ def test_sums_over_heads_and_batch_run_in_order_whatever_the_threads(dtype: torc
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_latents_that_no_span_holds_may_be_anything(dtype: torch.dtype) -> None:
-    p = LatentProblem.random(dtype, MASKS["documents"])
+    spans = [Span(0, 90, 1, 90, True), Span(91, 80, 96, 75, True)]  # keys 0 and 91 .. 95 are in none, and the last two
+    p = LatentProblem.random(dtype, spans)
     expected = p.actual()
-    p.latent[:, -2:] = torch.nan
+    unseen = torch.tensor([0, 91, 92, 93, 94, 95, -2, -1])
+    p.latent[:, unseen] = torch.nan
+    for x in (p.attention.q, p.attention.dout):
+        x[:, 90] = torch.nan
+    p.attention.dlse[..., 90] = torch.nan
     for label, a, b in zip(FROM_LATENT, p.actual(), expected, strict=True):
         assert_bitwise(a, b, name=label, allow_nonfinite=label == "lse")
+
+
+@pytest.mark.parametrize("bits", [0x7FC00000, 0x7FC00001, 0x7FFFFFFF, 0xFFC00101 - 2**32], ids=hex)
+def test_a_nan_stays_one_whatever_its_last_bits_are(bits: int) -> None:
+    nan = torch.tensor(bits, dtype=torch.int32).view(torch.float32)
+    p = problem(MASKS["full"], (24, 16), torch.float32)
+    p.q[0, 7, 0, 3] = nan
+    out, lse, dq, dk, dv = p.actual(KERNEL)
+    for x in (out[0, 7, 0], lse[0, 0, 7], dq[0, 7, 0], dk[0, :437, 0], dv[0, :437, 0]):
+        assert x.isnan().all()
+    assert not any(x.isnan().any() for x in (out[0, 8:], dk[0, :, 1], dv[0, :, 1]))
+
+
+def sums_of(latents: LatentProblem) -> dict[str, Tensor]:
+    names = {"d_latent": latents.latent, "d_weight": latents.weight}
+    return {name: torch.zeros_like(x, dtype=torch.float32) for name, x in names.items()}
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("latent", lambda x: x[:1], "for 3 heads of 32 and values of 16, weight needs 3"),
+        ("latent", lambda x: x[..., 1:], "latent rank \\+ 32 - nope columns"),
+        ("weight", lambda x: x[1:], "weight needs 3"),
+        ("weight", lambda x: x.double(), "have dtype .*: they need the same"),
+        ("weight", lambda x: x.mT.contiguous().mT, "last dim of weight must be contiguous"),
+        ("latent", lambda x: x[0], r"must be \[batch, queries"),
+        ("lse", lambda x: x.double(), r"lse is .* torch\.float64: it must be"),
+        ("d_latent", lambda x: x.bfloat16(), "d_latent is .* torch.bfloat16 .*: it must be"),
+        ("d_latent", lambda x: x[:, 1:], "d_latent is"),
+        ("d_weight", lambda x: x.mT.contiguous().mT, "last dim of d_weight must be contiguous"),
+        ("d_weight", lambda x: x[:, 1:], "d_weight is"),
+    ],
+)
+def test_what_does_not_fit_is_refused(name: str, change: Callable[[Tensor], Tensor], message: str) -> None:
+    latents = LatentProblem.random(torch.float32, MASKS["causal"])
+    p = latents.attention
+    out, lse = KERNEL.forward_from_latent(p.q, latents.latent, latents.weight, p.spans, p.scale, 16)
+    arguments = {"dout": p.dout, "delta": p.delta(out, lse.dtype), "q": p.q, "latent": latents.latent}
+    arguments |= {"weight": latents.weight, "lse": lse, "spans": p.spans, "softmax_scale": p.scale}
+    arguments |= sums_of(latents)
+    KERNEL.backward_from_latent(**arguments)
+    arguments[name] = change(arguments[name])
+    with pytest.raises(ValueError, match=message):
+        KERNEL.backward_from_latent(**arguments)
+
+
+def test_a_sum_that_nobody_wants_is_not_computed() -> None:
+    latents = LatentProblem.random(torch.float32, MASKS["causal"])
+    p = latents.attention
+    out, lse = KERNEL.forward_from_latent(p.q, latents.latent, latents.weight, p.spans, p.scale, 16)
+    given = p.dout, p.delta(out, lse.dtype), p.q, latents.latent, latents.weight, lse, p.spans, p.scale
+
+    def run(*names: str) -> tuple[Tensor, dict[str, Tensor], int]:
+        sums = {name: x for name, x in sums_of(latents).items() if name in names}
+        with FlopCounterMode(display=False) as counter:
+            dq = KERNEL.backward_from_latent(*given, sums.get("d_latent"), sums.get("d_weight"))
+        return dq, sums, counter.get_total_flops()
+
+    dq, both, flops = run("d_latent", "d_weight")
+    fold = 2 * latents.latent.shape[0] * latents.latent.shape[1] * latents.weight.numel()
+    for names in (("d_latent",), ("d_weight",), ()):
+        other_dq, sums, fewer = run(*names)
+        assert_bitwise(other_dq, dq, name="dq")
+        assert fewer == flops - (2 - len(names)) * fold
+        for name in names:
+            assert_bitwise(sums[name], both[name], name=name)
 
 
 def test_no_key_or_value_of_a_head_is_ever_whole(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ import torch
 import laga_attn as laga
 from laga_attn.attention_plan import SAVE_POLICIES
 from laga_attn.layout import SequenceLayout
-from tests.compare import assert_bitwise
+from tests.compare import assert_bitwise, assert_close
 from tests.oracle import Case, make_inputs
 from tests.ranks_attention import Local, Run, attend
 
@@ -53,6 +53,43 @@ def test_save_policies_agree_to_the_bit(ranks, size, kernel, saves):
     for parts in policies[1:]:
         for rank in range(size):
             _same_bits(parts[rank], policies[0][rank], f"rank {rank}")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_kept_keys_and_values_give_what_a_kernel_rebuilds_itself(ranks, dtype):
+    case = Case(lengths=(61, 40), nope=16, rope=8, v=12, rank=24, dtype=dtype)
+    rebuilt, kept = (ranks(2).run(attend, case, Run(save=save)) for save in ("latent", "kv"))
+    rel = 1e-6 if dtype == torch.float32 else 1e-2
+    for field in FIELDS:
+        for one, other in zip(rebuilt, kept, strict=True):
+            a, b = getattr(one, field), getattr(other, field)
+            assert_close(a, b, rel=rel, name=field, same_infinities=field == "lse")
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("scheme", ["laga", "explicit", "absorbed"])
+def test_strides_change_nothing(scheme, dtype):
+    """Of any input, and of the output's gradient: kernels read rows, callers may have anything.
+
+    Matrix products of PyTorch do not round the same for all strides.
+    """
+    case = Case(lengths=(61,), heads=3, nope=16, rope=8, v=12, rank=24, dtype=dtype)
+    inputs, layout = make_inputs(case), SequenceLayout.packed(case.cu_seqlens, 1)
+    tensors = [t.to(dtype) for t in (inputs.q, inputs.c_kv, inputs.k_rope, inputs.weight, inputs.dout)]
+
+    def run(*tensors):
+        *leaves, dout = (t.detach().requires_grad_() for t in tensors)
+        out = laga.latent_attention(
+            *leaves, layout=layout, scheme=scheme, qk_nope_head_dim=case.nope, v_head_dim=case.v
+        )
+        return [out, *torch.autograd.grad(out, leaves, dout.detach())]
+
+    expected = run(*tensors)
+    for number in range(len(tensors)):
+        strided = list(tensors)
+        strided[number] = tensors[number].mT.contiguous().mT
+        for actual, wanted in zip(run(*strided), expected, strict=True):
+            assert_close(actual, wanted, rel=1e-14 if dtype == torch.float64 else 1e-6, name=f"tensor {number}")
 
 
 @pytest.mark.parametrize("scheme", ["laga", "explicit", "absorbed"])

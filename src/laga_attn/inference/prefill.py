@@ -48,7 +48,7 @@ def attend_split(q: Tensor, c_kv: Tensor, k_rope: Tensor, weight: Tensor, call: 
     finish_query = send_heads(q, every, routing, cp, degree, "query", "forward")
     storing = _send_to_storage(torch.cat([c_kv, k_rope], dim=-1)[0], call)
 
-    own_weight = weight[weight_rows(heads_of(cp.rank, degree, dims.num_heads), dims)]
+    own_weight = weight[weight_rows(heads_of(cp.rank, degree, dims.num_heads), dims)].contiguous()
     latent, query = finish_latent(), finish_query()
     running = _attend_new(query, latent, own_weight, routing, call)
     blocks = call.blocks(q.element_size())
@@ -89,8 +89,8 @@ def _attend(
 
 
 def _groups(heads: int, each: int, call: StepCall) -> list[slice]:
-    """Heads whose K and V exist at the same time: `each`, or all where none ever does."""
-    each = heads if call.streams else each
+    """Heads that are attended with at a time: `each`, and one for each thread where their K and V need no room."""
+    each = max(each, torch.get_num_threads()) if call.streams else each
     return [slice(start, min(start + each, heads)) for start in range(0, heads, each)]
 
 

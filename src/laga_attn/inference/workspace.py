@@ -2,8 +2,8 @@
 
 What is counted: rows on their way, rows picked from pages, latents in the dtype of queries, rebuilt K and V, and the
 copies of one head's keys and values that kernels make in the accumulation dtype. A kernel that rebuilds K and V by
-itself needs neither of the last two. A kernel's tile of scores, and the few hundred keys that it packs for it, are not
-counted; their size does not depend on the context.
+itself needs neither of the last two; they are counted all the same. A kernel's tile of scores, and the few hundred keys
+that it packs for it, are not; their size does not depend on the context.
 """
 
 from __future__ import annotations

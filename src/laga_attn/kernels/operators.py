@@ -21,7 +21,14 @@ from laga_attn.kernels.problem import (
 )
 from laga_attn.spans import Span, unpack_spans
 
-__all__ = ["BackwardFn", "ForwardFn", "LatentForwardFn", "define_latent_operators", "define_operators"]
+__all__ = [
+    "BackwardFn",
+    "ForwardFn",
+    "LatentBackwardFn",
+    "LatentForwardFn",
+    "define_latent_operators",
+    "define_operators",
+]
 
 ForwardFn = Callable[[Tensor, Tensor, Tensor, Sequence[Span], float], tuple[Tensor, Tensor]]
 LatentForwardFn = Callable[[Tensor, Tensor, Tensor, Sequence[Span], float, int], tuple[Tensor, Tensor]]
@@ -29,7 +36,7 @@ BackwardFn = Callable[
     [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Sequence[Span], float], tuple[Tensor, Tensor, Tensor]
 ]
 LatentBackwardFn = Callable[
-    [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Sequence[Span], float, Tensor, Tensor], Tensor
+    [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Sequence[Span], float, Tensor | None, Tensor | None], Tensor
 ]
 
 _FORWARD = "(Tensor q, Tensor k, Tensor v, int[] spans, float scale) -> (Tensor, Tensor)"
@@ -42,7 +49,7 @@ _LATENT_FORWARD = (
 )
 _LATENT_BACKWARD = (
     "(Tensor dout, Tensor delta, Tensor q, Tensor latent, Tensor weight, Tensor lse, int[] spans, float scale,"
-    " Tensor(a!) d_latent, Tensor(b!) d_weight) -> Tensor"
+    " Tensor(a!)? d_latent, Tensor(b!)? d_weight) -> Tensor"
 )
 
 

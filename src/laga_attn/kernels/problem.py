@@ -15,7 +15,9 @@ __all__ = [
     "backward_flops",
     "backward_from_latent_flops",
     "check_backward",
+    "check_backward_from_latent",
     "check_forward",
+    "check_forward_from_latent",
     "empty_gradients",
     "empty_rows",
     "forward_flops",
@@ -83,11 +85,80 @@ def check_backward(
         ValueError: naming the shapes, the rule and the fix.
     """
     check_forward(q, k, v, spans)
+    _check_output_gradient(dout, delta, q, lse, v.shape[3])
+
+
+def check_forward_from_latent(
+    q: Tensor, latent: Tensor, weight: Tensor, spans: Sequence[Span], v_head_dim: int
+) -> None:
+    """Refuse latents and a weight that do not make keys and values for ``q``.
+
+    Raises:
+        ValueError: naming the shapes, the rule and the fix.
+    """
+    tensors = {"q": q, "latent": latent, "weight": weight}
+    shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in tensors.items())
+    if (q.dim(), latent.dim(), weight.dim()) != (4, 3, 2):
+        raise ValueError(
+            f"{shapes}: they must be [batch, queries, heads, head dim], [batch, keys, rank + rope] and "
+            "[heads * (nope + v), rank]"
+        )
+    for name, values in (
+        ("dtype", [x.dtype for x in tensors.values()]),
+        ("device", [x.device for x in tensors.values()]),
+    ):
+        if len(set(values)) > 1:
+            raise ValueError(f"q, latent and weight have {name} {', '.join(map(str, values))}: they need the same")
+    heads, width = q.shape[2:]
+    nope = weight.shape[0] // heads - v_head_dim
+    rope = latent.shape[2] - weight.shape[1]
+    if latent.shape[0] != q.shape[0] or weight.shape[0] % heads or nope < 0 or rope < 0 or nope + rope != width:
+        raise ValueError(
+            f"{shapes}: for {heads} heads of {width} and values of {v_head_dim}, weight needs {heads} * (nope + "
+            f"{v_head_dim}) rows and latent rank + {width} - nope columns, rank being those of weight"
+        )
+    for name, x in tensors.items():
+        if x.stride(-1) != 1:
+            raise ValueError(f"the last dim of {name} must be contiguous; call .contiguous() on it")
+    _check_spans(spans, q.shape[1], latent.shape[1])
+
+
+def check_backward_from_latent(
+    dout: Tensor,
+    delta: Tensor,
+    q: Tensor,
+    latent: Tensor,
+    weight: Tensor,
+    lse: Tensor,
+    spans: Sequence[Span],
+    d_latent: Tensor | None,
+    d_weight: Tensor | None,
+) -> None:
+    """Refuse a backward call from latents whose gradients, statistics or sums do not fit its inputs.
+
+    Raises:
+        ValueError: naming the shapes, the rule and the fix.
+    """
+    check_forward_from_latent(q, latent, weight, spans, dout.shape[-1])
+    _check_output_gradient(dout, delta, q, lse, dout.shape[-1])
+    for name, total, like in (("d_latent", d_latent, latent), ("d_weight", d_weight, weight)):
+        if total is None:
+            continue
+        if total.shape != like.shape or total.dtype != acc_dtype(q.dtype) or total.device != like.device:
+            raise ValueError(
+                f"{name} is {tuple(total.shape)} {total.dtype} on {total.device}: it must be {tuple(like.shape)} "
+                f"{acc_dtype(q.dtype)} on {like.device}"
+            )
+        if total.stride(-1) != 1:
+            raise ValueError(f"the last dim of {name} must be contiguous")
+
+
+def _check_output_gradient(dout: Tensor, delta: Tensor, q: Tensor, lse: Tensor, v_head_dim: int) -> None:
     batch, rows, heads, _ = q.shape
-    if dout.shape != (batch, rows, heads, v.shape[3]) or dout.dtype != q.dtype:
+    if dout.shape != (batch, rows, heads, v_head_dim) or dout.dtype != q.dtype:
         raise ValueError(
             f"dout is {tuple(dout.shape)} {dout.dtype}: it must be like the output, "
-            f"{(batch, rows, heads, v.shape[3])} {q.dtype}"
+            f"{(batch, rows, heads, v_head_dim)} {q.dtype}"
         )
     if dout.stride(3) != 1:
         raise ValueError("the last dim of dout must be contiguous; call .contiguous() on it")
@@ -153,11 +224,15 @@ def backward_from_latent_flops(
     weight: Sequence[int],
     lse: Sequence[int],
     spans: Sequence[int],
+    scale: float,
+    d_latent: Sequence[int] | None,
+    d_weight: Sequence[int] | None,
     *args: object,
     **kwargs: object,
 ) -> int:
     """FLOPs of rebuilding every key and value once, of their gradients over the visible pairs, and of folding these."""
-    return 3 * _rebuild_flops(latent, weight) + backward_flops(dout, delta, q, q, dout, lse, spans)
+    products = 1 + sum(folded is not None for folded in (d_latent, d_weight))
+    return products * _rebuild_flops(latent, weight) + backward_flops(dout, delta, q, q, dout, lse, spans)
 
 
 def _rebuild_flops(latent: Sequence[int], weight: Sequence[int]) -> int:

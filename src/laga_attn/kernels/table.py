@@ -13,7 +13,12 @@ import laga_attn.kernels.blockwise
 import laga_attn.kernels.reference
 import laga_attn.kernels.sdpa  # noqa: F401  (importing a kernel registers its operators)
 from laga_attn.kernels import avx512, cudnn, flash
-from laga_attn.kernels.problem import check_backward, check_forward
+from laga_attn.kernels.problem import (
+    check_backward,
+    check_backward_from_latent,
+    check_forward,
+    check_forward_from_latent,
+)
 from laga_attn.kernels.support import (
     ANY_DIMS,
     CUDNN_DIMS,
@@ -160,7 +165,11 @@ class Kernel:
             spans: as in :meth:`forward`, like softmax_scale and what is returned.
             softmax_scale: see spans.
             v_head_dim: head dim of values.
+
+        Raises:
+            ValueError: shapes, dtypes, devices, strides or spans that do not fit together.
         """
+        check_forward_from_latent(q, latent, weight, spans, v_head_dim)
         op = getattr(torch.ops.laga_attn, f"{self.name}_forward_from_latent")
         return cast(tuple[Tensor, Tensor], op(q, latent, weight, pack_spans(spans), softmax_scale, v_head_dim))
 
@@ -174,8 +183,8 @@ class Kernel:
         lse: Tensor,
         spans: Sequence[Span],
         softmax_scale: float,
-        d_latent: Tensor,
-        d_weight: Tensor,
+        d_latent: Tensor | None,
+        d_weight: Tensor | None,
     ) -> Tensor:
         """:meth:`backward` without keys and values, or their gradients, in memory.
 
@@ -188,12 +197,17 @@ class Kernel:
             lse: see dout.
             spans: see dout.
             softmax_scale: see dout.
-            d_latent: like latent in the dtype of lse; the gradient of the latents, a sum over heads, is added to it.
-            d_weight: like weight in the dtype of lse; its gradient is added to it.
+            d_latent: like latent in the dtype of lse; the gradient of the latents, a sum over heads, is added to it,
+                unless it is None.
+            d_weight: like weight in the dtype of lse; its gradient is added to it, unless it is None.
 
         Returns:
             dq.
+
+        Raises:
+            ValueError: shapes, dtypes, devices, strides or spans that do not fit together.
         """
+        check_backward_from_latent(dout, delta, q, latent, weight, lse, spans, d_latent, d_weight)
         op = getattr(torch.ops.laga_attn, f"{self.name}_backward_from_latent")
         dq = op(dout, delta, q, latent, weight, lse, pack_spans(spans), softmax_scale, d_latent, d_weight)
         return cast(Tensor, dq)

@@ -50,7 +50,7 @@ def forward(
     prefetched: Latents | None = None,
 ) -> tuple[Tensor, Tensor | None, Kept]:
     """Shapes as in `latent_attention`; what is kept for backward depends on `plan.save`."""
-    groups, own_weight = plan.own_head_groups(), weight[weight_rows(plan.heads, plan.dims)]
+    groups, own_weight = plan.own_head_groups(), _own_weight(weight, plan)
     latents = prefetched or start_latents(c_kv, k_rope, plan.routing, cp, "forward")
     arriving = send_queries(q, groups, plan, cp)
     returning = OutputReturn(q, plan, cp)
@@ -102,15 +102,17 @@ def backward(
     last_of_segment = {work.segment: place for place, work in enumerate(order)}
     for place, work in enumerate(order):
         segment, group = work
-        dq = key_grads.differentiate(
+        dq, kv_grads = key_grads.differentiate(
             segment, groups[group], arriving[group](), queries[group], lses[group], kept_kv.get(work)
         )
         finished = last_of_group[group] == place
         if query_grads:
-            query_grads.add(groups[group], dq, finished)
+            query_grads.add(groups[group], dq, finished)  # on its way while the others are folded
         if finished:
             arriving[group] = _used_up
-        del dq
+        if kv_grads is not None:
+            key_grads.fold(segment, groups[group], *kv_grads)
+        del dq, kv_grads
         if needs.latent and last_of_segment[segment] == place:
             key_grads.send(segment)
     d_c_kv, d_k_rope = key_grads.finish() if needs.latent else (None, None)
@@ -125,7 +127,7 @@ class _KeyGrads:
         self, latents: Latents, weight: Tensor, needs: Needs, plan: AttentionPlan, cp: ContextParallel
     ) -> None:
         self._latents, self._weight, self._needs, self._plan, self._cp = latents, weight, needs, plan, cp
-        self._own_weight = weight[weight_rows(plan.heads, plan.dims)]
+        self._own_weight = _own_weight(weight, plan)
         self._d_own_weight = torch.zeros_like(self._own_weight, dtype=acc_dtype(weight.dtype))
         self._d_latents: dict[int, Tensor] = {}
         self._contributions: Callable[[], list[Tensor]] | None = None
@@ -138,27 +140,36 @@ class _KeyGrads:
         q: Tensor,
         lse: Tensor,
         kv: Tensor | None,
-    ) -> Tensor:
-        """The gradient of a head group's `q` by a segment's keys, whose own gradients are folded in at once.
+    ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+        """Gradients of a head group's `q`, and of its K and V in a segment unless the kernel has folded these itself.
 
         Args:
             kv: the group's K and V where they were kept; else they are rebuilt.
         """
         plan, latent, rows = self._plan, self._latents[segment](), weight_rows(group, self._plan.dims)
-        spans, weight = plan.routing.segments[segment].spans, self._own_weight[rows]
-        if segment not in self._d_latents:
-            self._d_latents[segment] = torch.zeros_like(latent, dtype=acc_dtype(latent.dtype))
-        d_latent, d_weight = self._d_latents[segment], self._d_own_weight[rows]
+        spans, weight, scale = plan.routing.segments[segment].spans, self._own_weight[rows], plan.softmax_scale
         if _streams(plan):
-            keys, sums = (latent.transpose(0, 1), weight), (d_latent.transpose(0, 1), d_weight)
-            return plan.kernel.backward_from_latent(*dout_delta, q, *keys, lse, spans, plan.softmax_scale, *sums)
+            d_latent = self._d_latent(segment).transpose(0, 1) if self._needs.latent else None
+            d_weight = self._d_own_weight[rows] if self._needs.weight else None
+            keys = latent.transpose(0, 1), weight
+            return plan.kernel.backward_from_latent(*dout_delta, q, *keys, lse, spans, scale, d_latent, d_weight), None
         if kv is None:
             kv = expand_kv(latent, weight, plan.dims)
-        dq, dk, dv = plan.kernel.backward(*dout_delta, q, *_split_kv(kv, plan), lse, spans, plan.softmax_scale)
-        del kv
-        if self._needs.latent or self._needs.weight:
-            d_weight += fold_kv_grads(dk.transpose(0, 1), dv.transpose(0, 1), latent, weight, plan.dims, d_latent)
-        return dq
+        dq, dk, dv = plan.kernel.backward(*dout_delta, q, *_split_kv(kv, plan), lse, spans, scale)
+        return dq, (dk, dv) if self._needs.latent or self._needs.weight else None
+
+    def fold(self, segment: int, group: slice, dk: Tensor, dv: Tensor) -> None:
+        """Fold in a head group's `[B, keys, hg, Dqk]` and `[B, keys, hg, Dv]`."""
+        rows, grads = weight_rows(group, self._plan.dims), (dk.transpose(0, 1), dv.transpose(0, 1))
+        self._d_own_weight[rows] += fold_kv_grads(
+            *grads, self._latents[segment](), self._own_weight[rows], self._plan.dims, self._d_latent(segment)
+        )
+
+    def _d_latent(self, segment: int) -> Tensor:
+        if segment not in self._d_latents:
+            latent = self._latents[segment]()
+            self._d_latents[segment] = torch.zeros_like(latent, dtype=acc_dtype(latent.dtype))
+        return self._d_latents[segment]
 
     def send(self, segment: int) -> None:
         """Start sending a segment's gradient to the ranks that hold its latents; its latent is dropped."""
@@ -211,9 +222,14 @@ def _used_up() -> Any:
     raise AssertionError("needed again after its last use was thought over")
 
 
+def _own_weight(weight: Tensor, plan: AttentionPlan) -> Tensor:
+    """The rank's rows; kernels want a row in one piece, whatever the caller's strides."""
+    return weight[weight_rows(plan.heads, plan.dims)].contiguous()
+
+
 def _streams(plan: AttentionPlan) -> bool:
-    """Whether the kernel rebuilds K and V by itself, a few rows at a time; to keep them, they must be whole."""
-    return plan.kernel.rebuilds(plan.dims.kv_lora_rank) and plan.save != "kv"
+    """Whether the kernel rebuilds K and V by itself, a few rows at a time."""
+    return plan.kernel.rebuilds(plan.dims.kv_lora_rank) and plan.save != "kv"  # to be kept they must be whole
 
 
 def _attend(

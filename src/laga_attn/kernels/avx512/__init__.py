@@ -97,14 +97,13 @@ def backward_from_latent(
     lse: Tensor,
     spans: Sequence[Span],
     scale: float,
-    d_latent: Tensor,
-    d_weight: Tensor,
+    d_latent: Tensor | None,
+    d_weight: Tensor | None,
 ) -> Tensor:
-    """The gradient of q; adds to ``d_latent`` and ``d_weight``, like latent and weight but float32."""
-    sizes = dout.shape[3], q.shape[2]
-    keys, d_keys = _Rebuilt(latent, weight, *sizes), _Rebuilt(d_latent, d_weight, *sizes)
+    """The gradient of q; adds to ``d_latent`` and ``d_weight``, float32 sums like latent and weight, unless None."""
     dq = empty_rows(q, q.shape[2], q.shape[3], q.dtype)
-    results = _rows(dq), d_keys.first, d_keys.second
+    results = _rows(dq), _latent_rows(d_latent), _weight_rows(d_weight, q.shape[2])
+    keys = _Rebuilt(latent, weight, dout.shape[3], q.shape[2])
     _differentiate("laga_backward_from_latent", (), dout, delta, q, keys, lse, results, spans, scale)
     return dq
 
@@ -122,11 +121,10 @@ class _Rebuilt:
     """Keys and values that are rebuilt from latents [B, Sk, rank + rope] and a weight [h * (nope + Dv), rank]."""
 
     def __init__(self, latent: Tensor, weight: Tensor, v_width: int, heads: int) -> None:
-        by_head = weight.unflatten(0, (heads, -1))
-        self.first = _Rows(_address(latent), latent.stride(0), latent.stride(1), 0)
-        self.second = _Rows(_address(by_head), 0, by_head.stride(1), by_head.stride(0))
+        self.first, self.second = _latent_rows(latent), _weight_rows(weight, heads)
         self.heads, self.v_width = heads, v_width
-        self.k_rows, self.rank, self.nope_width = latent.shape[1], weight.shape[1], by_head.shape[1] - v_width
+        self.k_rows, (rows, self.rank) = latent.shape[1], weight.shape
+        self.nope_width = rows // heads - v_width
 
 
 def _forward(q: Tensor, keys: _Given | _Rebuilt, spans: Sequence[Span], scale: float) -> tuple[Tensor, Tensor]:
@@ -175,6 +173,16 @@ def _differentiate(
 
 def _rows(x: Tensor) -> _Rows:
     return _Rows(_address(x), x.stride(0), x.stride(1), x.stride(2))
+
+
+def _latent_rows(x: Tensor | None) -> _Rows:
+    """Of [batch, rows, width], the same for every head."""
+    return _Rows() if x is None else _Rows(_address(x), x.stride(0), x.stride(1), 0)
+
+
+def _weight_rows(x: Tensor | None, heads: int) -> _Rows:
+    """Of [heads * rows, width], the same for every batch entry."""
+    return _Rows() if x is None else _Rows(_address(x), 0, x.stride(0), x.shape[0] // heads * x.stride(0))
 
 
 def _address(x: Tensor) -> int:

@@ -7,8 +7,10 @@
 
 namespace {
 
-// Keys whose gradients are summed in place, and panels of queries between two additions to them.
+// Keys whose gradients are summed in place, a multiple of the six rows that are multiplied at a time, and panels of
+// queries between two additions to them: as many as leave the block's sums in the second-level cache.
 constexpr i64 KEY_ROWS = 144, QUERY_PANELS = 4;
+static_assert(KEY_ROWS % PER_WORD<bf16> == 0, "rows of bfloat16 are packed in pairs");
 
 template <class T>
 struct Backward {
@@ -228,7 +230,7 @@ void backward(const Problem& p, const Rows& dout, const float* delta, const Rows
     });
 }
 
-// Adds to `d_latents` and `d_weight`, float32.
+// Adds to `d_latents` and `d_weight`, float32; one without data is left out.
 template <class T>
 void backward_from_latent(const Problem& p, const Rows& dout, const float* delta, const Rows& q, const Rows& latents,
                           const Rows& weight, const float* lse, const Rows& dq, const Rows& d_latents,
@@ -244,13 +246,15 @@ void backward_from_latent(const Problem& p, const Rows& dout, const float* delta
         f.fold.load(own_weight, weight.row);
         over_keys(f, dout, delta, q, lse, dq, b, h, [&](i64 k0, i64 rows) {
             f.fold.take(rows, f.dk, f.qk_room, f.dv, f.v_room, latent + k0 * latents.row, latents.row, &seen[k0]);
-            f.fold.add_to_weight(rows);
+            if (d_weight.data) f.fold.add_to_weight(rows);
+            if (!d_latents.data) return;
             const i64 block = b * blocks + k0 / KEY_ROWS;
             at_block.wait(block, h);
             f.fold.add_to_latents(rows, f.dk, f.qk_room, mutable_at<float>(d_latents, b, 0) + k0 * d_latents.row,
                                   d_latents.row);
             at_block.pass(block);
         });
+        if (!d_weight.data) return;
         at_head.wait(h, b);
         f.fold.finish_weight(mutable_at<float>(d_weight, 0, h), d_weight.row);
         at_head.pass(h);

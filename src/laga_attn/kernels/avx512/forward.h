@@ -10,7 +10,7 @@
 namespace {
 
 // Queries that are scored together, those that meet values together, and keys that are packed at once and scored before
-// maxima are updated.
+// maxima are updated. Rows are multiplied six at a time; otherwise these sizes hardly matter.
 constexpr i64 QUERIES = 96, TILE = 24, KEYS = 512;
 constexpr float INF = std::numeric_limits<float>::infinity();
 
@@ -68,8 +68,9 @@ struct Forward {
         }
     }
 
-    // Queries r.. of the span by its keys j.., which are packed. What the mask hides is left out where it fills a panel
-    // of keys for the first or last queries, and for TILE queries everywhere.
+    // Queries r.. of the span by its keys j.., which are packed. Scores are computed for the queries that see any key of
+    // a panel. Softmax and values take the keys, by sixteens, that any of TILE queries sees: scores between the two were
+    // never written, and are masked.
     void block(const Span& s, i64 r, i64 rows, i64 j, i64 n, const T* queries, i64 q_stride) {
         for (i64 x = 0; x < n; x += PANEL) {
             const i64 from = std::max<i64>(s.first_query(j + x) - r, 0);

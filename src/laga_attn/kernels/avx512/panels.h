@@ -42,24 +42,28 @@ inline __m512i lane_offsets(i64 stride) {
     return _mm512_mullo_epi32(lanes, _mm512_set1_epi32(int(stride)));
 }
 
-// 2^x for x up to 126, at least 2^-126; its error is 1.6e-7, and 2.9e-6 for what is to be rounded to bfloat16. On
-// [-1/2, 1/2] these are the polynomials of least relative error among those that are 1 at 0.
+// 2^x for x up to 126, at least 2^-126 (of float32 2^-151); NaN stays NaN. The error is 1.6e-7, and 2.9e-6 for what is to
+// be rounded to bfloat16: on [-1/2, 1/2] these are the polynomials of least relative error among those that are 1 at 0.
 template <class T>
 inline __m512 exp2(__m512 x) {
-    x = _mm512_max_ps(_mm512_set1_ps(-126.0f), x);  // in this order NaN passes
+    constexpr bool half = PER_WORD<T> == 2;
+    x = _mm512_max_ps(_mm512_set1_ps(half ? -126.0f : -151.0f), x);  // in this order NaN passes
     // Floats as large as 1.5 * 2^23 have no fraction: the sum is rounded, its last bits are the whole number.
-    const __m512 magic = _mm512_set1_ps(0x1.8p23f), sum = _mm512_add_ps(x, magic);
-    const __m512 f = _mm512_sub_ps(x, _mm512_sub_ps(sum, magic));
+    const __m512 magic = _mm512_set1_ps(0x1.8p23f), sum = _mm512_add_ps(x, magic), whole = _mm512_sub_ps(sum, magic);
+    const __m512 f = _mm512_sub_ps(x, whole);
     auto polynomial = [f](float first, std::initializer_list<float> others) {
         __m512 y = _mm512_set1_ps(first);
         for (float c : others) y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(c));
         return y;
     };
-    const __m512 y = sizeof(T) == 2
-        ? polynomial(9.582853169e-3f, {5.590642504e-2f, 2.402409861e-1f, 6.931241934e-1f, 1.0f})
-        : polynomial(1.326472725e-3f, {9.671512688e-3f, 5.550733744e-2f, 2.402224208e-1f, 6.931469776e-1f, 1.0f});
-    const __m512i exponent = _mm512_slli_epi32(_mm512_castps_si512(sum), 23);
-    return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(y), exponent));
+    if constexpr (half) {
+        const __m512 y = polynomial(9.582853169e-3f, {5.590642504e-2f, 2.402409861e-1f, 6.931241934e-1f, 1.0f});
+        // Faster than scalef, but the last bits of a NaN would get into its exponent: NaNs of bfloat16 have none.
+        const __m512i exponent = _mm512_slli_epi32(_mm512_castps_si512(sum), 23);
+        return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(y), exponent));
+    }
+    return _mm512_scalef_ps(
+        polynomial(1.326472725e-3f, {9.671512688e-3f, 5.550733744e-2f, 2.402224208e-1f, 6.931469776e-1f, 1.0f}), whole);
 }
 
 // A row of `count` elements; zeros where there is none.
