@@ -122,11 +122,11 @@ def flash(p: Problem) -> tuple[Tensor, ...]:
 def test_errors_are_at_most_those_of_flash_attention(
     harden: Callable[[Problem], Problem], causal: bool, dtype: torch.dtype
 ) -> None:
-    p = problem([Span(0, 700, 0, 700, causal)], (64, 48), dtype, heads=8)
+    p = problem([Span(0, 700, 0, 700, causal)], (64, 48), dtype, heads=4)
     p = harden(replace(p, q=p.q[:, :700], k=p.k[:, :700], v=p.v[:, :700], dout=p.dout[:, :700]))
     p = replace(p, dlse=torch.zeros_like(p.dlse[..., :700]))
-    rms = [float((b - b.mean()).square().mean().sqrt()) for b in p.expected()]
-    for label, a, f, b, size in zip(RESULTS, p.actual(KERNEL), flash(p), p.expected(), rms, strict=True):
+    for label, a, f, b in zip(RESULTS, p.actual(KERNEL), flash(p), p.expected(), strict=True):
+        size = float((b - b.mean()).square().mean().sqrt())
         ours, theirs = (float((x.double() - b).square().mean().sqrt()) / size for x in (a, f))
         # In float32 what counts on the hardest data is the order of sums over the head dim, which differs.
         worse = 1.1 if dtype == torch.bfloat16 else 4

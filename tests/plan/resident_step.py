@@ -14,7 +14,8 @@ from laga_attn.bench.resident import resident_growth
 from laga_attn.plan.trace import Trace
 
 # The weight is small: a gradient that is allocated, but not written yet, is traced and not resident.
-HEADS, TOKENS, NOPE, ROPE, V, RANK = 8, 4096, 128, 64, 128, 128
+HEADS, TOKENS, NOPE, ROPE, V, RANK = 16, 2048, 128, 64, 128, 128
+TOLERANCE = 0.005
 
 
 def main(scheme: str, dtype: torch.dtype) -> None:
@@ -35,12 +36,20 @@ def main(scheme: str, dtype: torch.dtype) -> None:
         )
         torch.autograd.grad(out, leaves, gradient)
 
-    step()
-    # The least of three: a system that takes idle pages back makes them count again.
-    resident = min(resident_growth(step) for _ in range(3))
     with Trace(look_inside=True) as trace:
         step()
-    print(resident, trace.memory.peak().nbytes)
+    traced = trace.memory.peak().nbytes
+    # A second and a third try: a system that takes idle pages back makes them count again.
+    for _ in range(3):
+        resident = resident_growth(step)
+        if resident is None or agree(resident, traced):
+            break
+    print(resident, traced)
+
+
+def agree(resident: int, traced: int) -> bool:
+    """Whether the two are the same but for what the process needs around its tensors."""
+    return abs(resident / traced - 1) <= TOLERANCE
 
 
 if __name__ == "__main__":

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.plan.resident_step import agree
+
 REPOSITORY = Path(__file__).parents[2]
 STEP = Path(__file__).with_name("resident_step.py")
 # Freed blocks above 64 KiB go back to the kernel at once, so that its high-water mark is that of live tensors.
@@ -28,5 +30,5 @@ def test_the_traced_peak_is_the_resident_high_water_mark_of_a_process(scheme, dt
     resident, traced = done.stdout.split()
     if resident == "None":
         pytest.skip("this kernel does not let a process reset its high-water mark")
-    assert int(traced) > 64 * 2**20
-    assert abs(int(resident) / int(traced) - 1) <= 0.005, f"{resident} resident, {traced} traced"
+    assert int(traced) > 48 * 2**20
+    assert agree(int(resident), int(traced)), f"{resident} resident, {traced} traced"

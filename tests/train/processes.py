@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -25,12 +26,14 @@ __all__ = [
     "ranks_by_hand",
     "torchrun",
     "wait_for_step",
-    "wait_until_replaced",
 ]
 
 Started = subprocess.Popen[str]
 
-_CLI = [sys.executable, "-m", "laga_attn.cli", "train"]
+_REPOSITORY = Path(__file__).parents[2]
+_CLI = [sys.executable, "-m", "tests.train.held", "train"]
+# Below those that Linux and others hand out: one that was free stays free until rank 0 listens there, seconds later.
+_PORTS = range(20000, 32768)
 
 
 def command_line(options: TrainOptions) -> list[str]:
@@ -65,10 +68,7 @@ def torchrun(words: Sequence[str], nproc: int, max_restarts: int) -> Iterator[St
 @contextmanager
 def ranks_by_hand(words: Sequence[str], size: int) -> Iterator[list[Started]]:
     """One process per rank, with no launcher to watch over them."""
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port = str(probe.getsockname()[1])
-    common = {"WORLD_SIZE": str(size), "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+    common = {"WORLD_SIZE": str(size), "MASTER_ADDR": "localhost", "MASTER_PORT": str(_free_port())}
     with ExitStack() as stack:
         yield [
             stack.enter_context(_running([*_CLI, *words], RANK=str(rank), LOCAL_RANK=str(rank), **common))
@@ -92,14 +92,6 @@ def wait_for_step(out: Path, step: int, process: Started, timeout: float = 300.0
         time.sleep(0.01)
 
 
-def wait_until_replaced(pid: int, killed: Sequence[int], timeout: float = 300.0) -> None:
-    """Return once none of the processes `killed` is left below `pid` and as many new ones have come."""
-    deadline = time.monotonic() + timeout
-    while len(now := children_of(pid)) < len(killed) or set(now) & set(killed):
-        assert time.monotonic() < deadline, f"the processes {killed} were not replaced in {timeout} s"
-        time.sleep(0.01)
-
-
 def children_of(pid: int) -> list[int]:
     """Process ids of the training processes below `pid`, in the order in which they were started."""
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
@@ -113,12 +105,21 @@ def _command(pid: str) -> str:
         return "resource_tracker"
 
 
+def _free_port() -> int:
+    for port in random.sample(_PORTS, 100):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("localhost", port))
+            return port
+    raise RuntimeError(f"100 ports of {_PORTS} are taken")
+
+
 @contextmanager
 def _running(words: Sequence[str], **environment: str) -> Iterator[Started]:
     """A process in a process group of its own, all of which is killed at the end of the block."""
     inherited = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     process = subprocess.Popen(
         words,
+        cwd=_REPOSITORY,  # where `tests` is found
         env={**inherited, "OMP_NUM_THREADS": "1", "COLUMNS": "200", **environment},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

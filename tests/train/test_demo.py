@@ -1,33 +1,56 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
+from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 import pytest
+from typer.testing import CliRunner
 
+from laga_attn.cli import app
+from laga_attn.train import demo
 from laga_attn.train.demo import CASES, Case, Measurement, compare
-from laga_attn.train.model import build, export, find_model
-from tests.train.micro import MICRO, SEQ_LEN, micro_options, write_micro
+from laga_attn.train.model import find_model
+from tests.train.micro import MICRO, SEQ_LEN, write_micro
 
 LAYERS, HEADS, ITEM = MICRO["num_hidden_layers"], MICRO["num_attention_heads"], 4
 HEAD_WIDTH = MICRO["qk_nope_head_dim"] + MICRO["qk_rope_head_dim"] + MICRO["v_head_dim"]
 LATENT_WIDTH = MICRO["kv_lora_rank"] + MICRO["qk_rope_head_dim"]
 
 
+@dataclass(frozen=True)
+class Demo:
+    """What the command made in `folder`, measured and said."""
+
+    folder: Path
+    measured: dict[Case, Measurement]
+    lines: list[str]
+
+
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
+def ran(tmp_path_factory) -> Demo:
+    """The command runs once, in this process: it starts four others, which takes most of the time."""
     folder = tmp_path_factory.mktemp("micro")
     write_micro(folder)
-    return folder
+    words = ["--model", str(folder / "config.json"), "--steps", "8", "--seq-len", str(SEQ_LEN)]
+    words += ["--out", str(folder / "kept")]
+    measured: dict[Case, Measurement] = {}
+
+    def spy(model: Path, seq_len: int) -> dict[Case, Measurement]:
+        measured.update(compare(model, seq_len))
+        return measured
+
+    environment = {"OMP_NUM_THREADS": "1", "COLUMNS": "120"}
+    with mock.patch.object(demo, "compare", spy), mock.patch.dict(os.environ, environment):
+        result = CliRunner().invoke(app, ["demo", *words])
+    assert result.exit_code == 0, result.output
+    return Demo(folder, measured, result.stdout.splitlines())
 
 
-@pytest.fixture(scope="module")
-def measured(folder) -> dict[Case, Measurement]:
-    options = micro_options(folder, "run")
-    export(build(find_model(options.model), options, device="cpu"), folder / "model")
-    return compare(folder / "model", SEQ_LEN)
+@pytest.fixture
+def measured(ran) -> dict[Case, Measurement]:
+    return ran.measured
 
 
 def test_every_scheme_computes_what_a_single_process_does(measured):
@@ -53,16 +76,8 @@ def test_the_sizes_are_those_of_the_schemes(measured):
         assert measured[case].seconds > 0
 
 
-def test_the_command_trains_compares_and_keeps_what_it_made(folder):
-    words = ["--model", str(folder / "config.json"), "--steps", "8", "--seq-len", "64", "--out", str(folder / "kept")]
-    process = subprocess.run(
-        [sys.executable, "-m", "laga_attn.cli", "demo", *words],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "120"},
-        capture_output=True,
-        text=True,
-    )
-    assert process.returncode == 0, process.stderr
-    lines = process.stdout.splitlines()
+def test_the_command_trains_compares_and_keeps_what_it_made(ran):
+    folder, lines = ran.folder, ran.lines
     (summary,) = (line for line in lines if line.startswith("loss "))
     first, last = float(summary.split()[1]), float(summary.split()[3])
     assert last < first - 0.1

