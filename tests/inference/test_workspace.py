@@ -64,22 +64,22 @@ def test_decode_takes_no_more_than_the_workspace(ranks):
 @settings(max_examples=100, deadline=None)
 @given(
     st.integers(1, 2**24), st.integers(1, 64), st.integers(1, 16), st.sampled_from([2, 4, 8]), st.integers(1, 64),
-    st.integers(1, 700),
+    st.integers(1, 700), st.booleans(),
 )  # fmt: skip
-def test_blocks_fit_their_budget_or_are_refused(budget, heads, cp_size, itemsize, page_size, rank):
+def test_blocks_fit_their_budget_or_are_refused(budget, heads, cp_size, itemsize, page_size, rank, streams):
     dims = LatentDims(heads, 16, 8, 16, rank)
     row = dims.latent_dim * itemsize
-    copies = dims.kv_head_dim * max(4, itemsize)
-    least = 2 * page_size * row + cp_size * (4 * row + (dims.latent_dim + dims.kv_head_dim) * itemsize + copies)
+    head, copies = (0, 0) if streams else (dims.kv_head_dim * itemsize, dims.kv_head_dim * max(4, itemsize))
+    least = 2 * page_size * row + cp_size * (4 * row + dims.latent_dim * itemsize + head + copies)
     if budget < least:
         with pytest.raises(ValueError, match=f"give at least {least} bytes"):
-            blocks_within(budget, dims, heads, cp_size, itemsize, row, page_size)
+            blocks_within(budget, dims, heads, cp_size, itemsize, row, page_size, streams)
         return
-    blocks = blocks_within(budget, dims, heads, cp_size, itemsize, row, page_size)
+    blocks = blocks_within(budget, dims, heads, cp_size, itemsize, row, page_size, streams)
     assert 1 <= blocks.head_group <= max(1, heads // 8)
     assert blocks.tokens % cp_size == 0
     assert blocks.tokens > 0
-    rebuilt = blocks.head_group * dims.kv_head_dim * itemsize + copies
+    rebuilt = blocks.head_group * head + copies
     buffers = blocks.tokens * (4 * row + dims.latent_dim * itemsize + rebuilt)
     assert buffers + 2 * page_size * row <= budget
 

@@ -17,7 +17,7 @@ from laga_attn.inference.merging import MERGES, Heads
 from laga_attn.inference.prefill import attend_split
 from laga_attn.inference.step import Step
 from laga_attn.inference.workspace import WORKSPACE, longest_chunk
-from laga_attn.kernels import KernelName, select
+from laga_attn.kernels import KernelName, kernels_here, select
 
 __all__ = ["REBUILD_COST", "attend", "crossover"]
 
@@ -120,6 +120,8 @@ def attend(
             "dtypes": tuple(str(tensor.dtype) for tensor in tensors.values()),
             "layer": layer,
             "local tokens (split, replicated)": (step.split_len, step.local_len - step.split_len),
+            # Of which "auto" takes the first; what is gathered at a time depends on it.
+            "kernels": kernels_here(q.device, q.dtype) if kernel == "auto" else kernel,
             "options": (qk_nope_head_dim, v_head_dim, softmax_scale, heads, merge, workspace),
             "ulysses_degree": cache.cp.ulysses_degree,
         },
@@ -173,7 +175,7 @@ def _resolve(
     if step.layout is not None:
         call.blocks(q.element_size())
         longest = longest_chunk(workspace, dims, q.element_size())
-        if step.layout.seq_len > longest:
+        if step.layout.seq_len > longest and not call.streams:
             raise ValueError(
                 f"{step.layout.seq_len} split tokens in one step need more than the workspace of {workspace} bytes for "
                 f"the K and V of one head; prefill in chunks of at most {longest} tokens, or give a larger workspace"

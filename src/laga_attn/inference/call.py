@@ -46,4 +46,6 @@ class StepCall:
         """How prefill works off the context, for queries whose elements take `itemsize` bytes."""
         heads = self.dims.num_heads // (self.cp.ulysses_degree or 1)
         row_bytes, page_size = self.cache.codec.row_bytes, self.cache.page_size
-        return blocks_within(self.workspace, self.dims, heads, self.cp.size, itemsize, row_bytes, page_size)
+        return blocks_within(
+            self.workspace, self.dims, heads, self.cp.size, itemsize, row_bytes, page_size, self.streams
+        )

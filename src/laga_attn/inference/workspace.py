@@ -1,9 +1,9 @@
 """How much of the context is worked on at a time: from a byte budget.
 
 What is counted: rows on their way, rows picked from pages, latents in the dtype of queries, rebuilt K and V, and the
-copies of one head's keys and values that kernels make in the accumulation dtype. A kernel that rebuilds K and V by
-itself needs neither of the last two; they are counted all the same. A kernel's tile of scores, and the few hundred keys
-that it packs for it, are not; their size does not depend on the context.
+copies of one head's keys and values that kernels make in the accumulation dtype. The last two are not there
+with a kernel that rebuilds K and V by itself. A kernel's tile of scores, and the few hundred keys that it packs for it,
+are not counted; their size does not depend on the context.
 """
 
 from __future__ import annotations
@@ -37,7 +37,14 @@ class Blocks:
 
 
 def blocks_within(
-    budget: int, dims: LatentDims, heads: int, cp_size: int, itemsize: int, row_bytes: int, page_size: int
+    budget: int,
+    dims: LatentDims,
+    heads: int,
+    cp_size: int,
+    itemsize: int,
+    row_bytes: int,
+    page_size: int,
+    streams: bool = False,
 ) -> Blocks:
     """The blocks whose buffers take at most `budget` bytes: an eighth of the heads, fewer if blocks get too short.
 
@@ -45,6 +52,7 @@ def blocks_within(
         heads: what one rank attends with.
         itemsize: bytes of an element of queries.
         row_bytes: bytes of a stored row.
+        streams: the kernel rebuilds K and V by itself.
 
     Raises:
         ValueError: a budget below one token of each rank and one head.
@@ -52,7 +60,7 @@ def blocks_within(
 
     def per_token(head_group: int) -> int:
         # Two blocks of rows at a time, one in use and one arriving, each of them perhaps packed to be sent.
-        rebuilt = head_group * dims.kv_head_dim * itemsize + dims.kv_head_dim * _acc_bytes(itemsize)
+        rebuilt = 0 if streams else dims.kv_head_dim * (head_group * itemsize + _acc_bytes(itemsize))
         return 4 * row_bytes + dims.latent_dim * itemsize + rebuilt
 
     spare = 2 * page_size * row_bytes  # rows are picked by whole pages
@@ -61,9 +69,10 @@ def blocks_within(
         head_group //= 2
     tokens = max(0, budget - spare) // per_token(head_group) // cp_size * cp_size
     if not tokens:
+        rebuilt = "" if streams else ", and the K and V of one head"
         raise ValueError(
-            f"a workspace of {budget} bytes is too small for blocks of {cp_size} tokens, one of each rank, and the K "
-            f"and V of one head; give at least {spare + cp_size * per_token(1)} bytes"
+            f"a workspace of {budget} bytes is too small for blocks of {cp_size} tokens, one of each rank{rebuilt}; "
+            f"give at least {spare + cp_size * per_token(1)} bytes"
         )
     return Blocks(tokens, head_group)
 
