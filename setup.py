@@ -1,5 +1,7 @@
 """The one part of the package that is compiled: attention for CPUs with AVX-512. All else is in pyproject.toml."""
 
+from glob import glob
+
 from setuptools import Extension, setup
 
 FOLDER = "src/laga_attn/kernels/avx512"
@@ -9,9 +11,7 @@ setup(
         Extension(
             "laga_attn.kernels.avx512._attention",
             [f"{FOLDER}/attention.cpp"],
-            depends=[
-                f"src/laga_attn/kernels/avx512/{x}.h" for x in ("backward", "fold", "forward", "keys", "panels", "problem")
-            ],
+            depends=sorted(glob(f"{FOLDER}/*.h")),
             # GCC 12 takes its own intrinsics for uses of uninitialised values.
             extra_compile_args=[
                 *("-std=c++17", "-O3", "-pthread", "-fvisibility=hidden", "-Wno-maybe-uninitialized"),
