@@ -89,10 +89,13 @@ def test_a_rank_outside_the_group_is_refused(size, rank):
 
 
 def test_fake_ranks_do_not_nest_and_leave_nothing_behind():
+    threads = torch.get_num_threads()
     with fake_ranks(8, 3, 4) as cp:
+        assert torch.get_num_threads() == 1  # head groups follow them
         assert (cp.size, cp.rank, cp.ulysses_degree, cp.backend) == (8, 3, 4, "fake")
         with pytest.raises(ValueError, match="joined a process group"), fake_ranks(2, 0):
             pass
     assert not dist.is_initialized()
+    assert torch.get_num_threads() == threads
     with fake_ranks(1, 0) as cp:
         assert cp.group is None

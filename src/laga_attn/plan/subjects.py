@@ -82,17 +82,12 @@ def _planned(
     workload: Workload, rank: int, ulysses_degree: int, two_level: bool
 ) -> Iterator[tuple[ContextParallel, Trace]]:
     """A rank of the cluster that is planned for, on which nothing depends on the machine that plans."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # the heads that a rank on a CPU takes at a time follow its threads
-    try:
-        with (
-            fake_ranks(workload.cp, rank, ulysses_degree, two_level=two_level) as cp,
-            FakeTensorMode(),
-            Trace() as trace,
-        ):
-            yield cp, trace
-    finally:
-        torch.set_num_threads(threads)
+    with (
+        fake_ranks(workload.cp, rank, ulysses_degree, two_level=two_level) as cp,
+        FakeTensorMode(),
+        Trace() as trace,
+    ):
+        yield cp, trace
 
 
 def _shard(hf: Mapping[str, Any], tp: int, dense: int, sparse: int) -> dict[str, Any]:

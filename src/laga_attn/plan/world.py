@@ -23,27 +23,39 @@ def fake_ranks(
     """Be rank `rank` of `size` context-parallel ranks that exist in name only.
 
     Collectives return at once and leave their results as they were allocated: sizes are right, values are not. As with
-    NCCL, the pieces of an all-to-all are sent from where they lie.
+    NCCL, the pieces of an all-to-all are sent from where they lie. PyTorch has one thread meanwhile.
 
     Raises:
         ValueError: a rank outside the group, or a process group that this process has joined already.
     """
     if not 0 <= rank < size:
         raise ValueError(f"rank {rank} is not one of {size} ranks; choose 0 to {size - 1}")
-    if size == 1:
-        yield ContextParallel.none()
-        return
-    if dist.is_initialized():
+    if size > 1 and dist.is_initialized():
         raise ValueError("this process has joined a process group; plan in a process of its own")
-    from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
+    with _one_thread():
+        if size == 1:
+            yield ContextParallel.none()
+            return
+        from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
 
-    dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
+        dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
+        try:
+            world = dist.group.WORLD
+            assert world is not None
+            yield ContextParallel(world, ulysses_degree, two_level=two_level)
+        finally:
+            dist.destroy_process_group()
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """The heads that a rank takes at a time on a CPU follow its threads; those of this machine mean nothing there."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     try:
-        world = dist.group.WORLD
-        assert world is not None
-        yield ContextParallel(world, ulysses_degree, two_level=two_level)
+        yield
     finally:
-        dist.destroy_process_group()
+        torch.set_num_threads(threads)
 
 
 def empty_message(args: Sequence[Any]) -> Any:
