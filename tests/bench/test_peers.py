@@ -7,7 +7,10 @@ import math
 
 import pytest
 import torch
+import typer
+from benchmarks.peers.__main__ import main
 from benchmarks.peers.contest import PEERS, try_peer
+from typer.testing import CliRunner
 
 from laga_attn.bench.grid import Cell
 from laga_attn.bench.run import make_inputs
@@ -77,3 +80,12 @@ def bytes_of(ctx, name: str) -> tuple[int, int]:
 def test_the_ledger_holds_what_ulysses_moves(ranks):
     moved = 24 * 4 * (192 + 192 + 128 + 128) * 4 // 2  # q, k, v and out of the own tokens; half of it to the other rank
     assert ranks(2).run(bytes_of, "torch flash, V padded") == [(moved, moved)] * 2
+
+
+def test_a_peer_that_does_not_exist_is_refused_with_those_that_do():
+    app = typer.Typer()
+    app.command()(main)
+    result = CliRunner().invoke(app, ["--peer", "nobody"])
+    assert result.exit_code == 2
+    assert "'nobody' is unknown" in result.output
+    assert "Transformer" in result.output
