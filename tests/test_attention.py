@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from contextlib import contextmanager
 
 import pytest
 import torch
@@ -15,6 +14,7 @@ from laga_attn.layout import SequenceLayout
 from tests.compare import assert_bitwise, relative_error
 from tests.oracle import Case, make_inputs
 from tests.ranks_attention import Run, attend, layout_of, parallel
+from tests.threads import threads
 
 HEADS, NOPE, ROPE, V, RANK, TOKENS = 4, 6, 4, 5, 8, 16
 
@@ -258,18 +258,8 @@ def test_ranks_that_see_different_numbers_of_keys_exchange_by_the_same_head_grou
     assert sum(kind == "query" for kind, _, _ in orders[0]) > 4
 
 
-@contextmanager
-def _threads(number):
-    before = torch.get_num_threads()
-    torch.set_num_threads(number)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-def _groups_with_threads(ctx, case, run, threads):
-    with _threads(threads), laga.traffic() as ledger:
+def _groups_with_threads(ctx, case, run, number):
+    with threads(number), laga.traffic() as ledger:
         return attend(ctx, case, run), sum(record.kind == "query" for record in ledger.records)
 
 
@@ -280,9 +270,9 @@ needs_avx512 = pytest.mark.skipif(avx512.missing(torch.float32) is not None, rea
 @needs_avx512
 def test_a_group_has_a_head_for_each_thread_and_the_same_bits(ranks):
     run = Run(ulysses_degree=2, kernel="avx512")
-    results = {threads: ranks(2).run(_groups_with_threads, MANY_HEADS, run, threads) for threads in (1, 3, 8, 40)}
-    for threads, groups in ((1, 8), (3, 6), (8, 2), (40, 1)):  # 16 heads per rank
-        for (local, exchanges), (expected, _) in zip(results[threads], results[1], strict=True):
+    results = {number: ranks(2).run(_groups_with_threads, MANY_HEADS, run, number) for number in (1, 3, 8, 40)}
+    for number, groups in ((1, 8), (3, 6), (8, 2), (40, 1)):  # 16 heads per rank
+        for (local, exchanges), (expected, _) in zip(results[number], results[1], strict=True):
             assert exchanges == groups
             for field in dataclasses.fields(local):
                 name = field.name
@@ -290,7 +280,7 @@ def test_a_group_has_a_head_for_each_thread_and_the_same_bits(ranks):
 
 
 def _ranks_with_other_threads(ctx, changes):
-    with _threads(1 + ctx.rank):
+    with threads(1 + ctx.rank):
         return _call(ctx, changes)
 
 

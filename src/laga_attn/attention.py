@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from laga_attn.agreement import agree
-from laga_attn.attention_plan import SAVE_POLICIES, AttentionPlan, LatentDims, Save
+from laga_attn.attention_plan import SAVE_POLICIES, AttentionPlan, LatentDims, Save, streams
 from laga_attn.checks import Call, autocast, check_call, effective_window
 from laga_attn.grid import ContextParallel
 from laga_attn.kernels import KernelName
@@ -128,7 +128,7 @@ def _plan(call: Call) -> AttentionPlan:
     save = SAVE_POLICIES[scheme][0] if call.save == "auto" else cast(Save, call.save)
     kernel = call.select_kernel()
     # What head groups follow is equal on all ranks, unlike the keys that this one sees: exchanges go by group.
-    rebuilt = 0 if scheme == "laga" and save != "kv" and kernel.rebuilds(dims.kv_lora_rank) else call.layout.seq_len
+    rebuilt = 0 if streams(scheme, save, kernel, dims) else call.layout.seq_len
     return AttentionPlan(
         scheme=scheme,
         save=save,
@@ -147,7 +147,6 @@ def _plan(call: Call) -> AttentionPlan:
 def _default_head_group(call: Call, dims: LatentDims, ulysses_degree: int, rebuilt: int) -> int:
     """Heads of a group, each of which rebuilds K and V of so many tokens."""
     heads = dims.num_heads // ulysses_degree
-    threads = torch.get_num_threads() if call.q.device.type == "cpu" else 1
-    at_once = min(heads, max(heads // 8, threads))
+    at_once = min(heads, max(heads // 8, call.threads))
     per_head = max(1, rebuilt * call.q.shape[0] * dims.kv_head_dim * call.q.element_size())
     return max(1, min(at_once, _REBUILD_BUDGET // per_head))

@@ -10,7 +10,7 @@ from laga_attn.kernels import Kernel
 from laga_attn.layout import SequenceLayout
 from laga_attn.routing import Routing, heads_of, route_tokens
 
-__all__ = ["SAVE_POLICIES", "SCHEMES", "AttentionPlan", "LatentDims", "Save", "Scheme", "routing_of"]
+__all__ = ["SAVE_POLICIES", "SCHEMES", "AttentionPlan", "LatentDims", "Save", "Scheme", "routing_of", "streams"]
 
 Scheme = Literal["explicit", "absorbed", "laga"]
 Save = Literal["latent", "gathered", "kv"]
@@ -78,6 +78,10 @@ class AttentionPlan:
         return heads_of(rank, self.ulysses_degree, self.dims.num_heads)
 
     @property
+    def streams(self) -> bool:
+        return streams(self.scheme, self.save, self.kernel, self.dims)
+
+    @property
     def num_own_heads(self) -> int:
         return self.dims.num_heads // self.ulysses_degree
 
@@ -91,6 +95,11 @@ class AttentionPlan:
 
     def _groups(self, heads: int) -> list[slice]:
         return [slice(first, min(first + self.head_group, heads)) for first in range(0, heads, self.head_group)]
+
+
+def streams(scheme: Scheme, save: Save, kernel: Kernel, dims: LatentDims) -> bool:
+    """Whether the kernel rebuilds K and V by itself, a few rows at a time; to be kept they must be whole."""
+    return scheme == "laga" and save != "kv" and kernel.rebuilds(dims.kv_lora_rank)
 
 
 def routing_of(

@@ -110,15 +110,19 @@ class Call:
             "kernels": kernels_here(self.q.device, self.q.dtype) if self.kernel == "auto" else self.kernel,
             "return_lse": self.return_lse,
             "head_group": self.head_group,
-            "threads, which choose head_group unless it is given": self.threads(),
+            "threads, which choose head_group unless it is given": self._signed_threads(),
             "prefetched": self.prefetched is not None,
         }
 
-    def threads(self) -> int | None:
-        """Threads of a CPU, where they choose the head groups by which ranks exchange."""
+    @property
+    def threads(self) -> int:
+        """That share a head group."""
+        return torch.get_num_threads() if self.q.device.type == "cpu" else 1
+
+    def _signed_threads(self) -> int | None:
+        """Threads where they choose the head groups by which ranks exchange."""
         exchanged = self.scheme != "explicit" and (self.scheme == "auto" or self.cp.ulysses_degree not in (None, 1))
-        follows = self.head_group is None and self.q.device.type == "cpu"
-        return torch.get_num_threads() if follows and exchanged else None
+        return self.threads if self.head_group is None and exchanged else None
 
     def wanted_gradients(self) -> tuple[str, ...]:
         if not torch.is_grad_enabled():

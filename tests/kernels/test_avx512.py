@@ -15,6 +15,7 @@ from laga_attn.kernels import Kernel, avx512
 from laga_attn.spans import Span, pack_spans
 from tests.compare import assert_bitwise, relative_error
 from tests.kernels.oracle import MASKS, Problem, problem
+from tests.threads import threads
 
 RESULTS = ("out", "lse", "dq", "dk", "dv")
 KERNEL = Kernel("avx512")
@@ -54,15 +55,11 @@ def test_head_dims_need_not_fill_registers(dims: tuple[int, int], dtype: torch.d
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("spans", MASKS.values(), ids=MASKS)
 def test_threads_change_no_bit(spans: list[Span], dtype: torch.dtype) -> None:
-    threads = torch.get_num_threads()
     p = problem(spans, (24, 16), dtype, batch=2, heads=3)
-    try:
-        torch.set_num_threads(1)
+    with threads(1):
         one = p.actual(KERNEL)
-        torch.set_num_threads(4)
+    with threads(4):
         four = p.actual(KERNEL)
-    finally:
-        torch.set_num_threads(threads)
     for label, a, b in zip(RESULTS, four, one, strict=True):
         assert_bitwise(a, b, name=label, allow_nonfinite=label == "lse")
 
@@ -122,7 +119,7 @@ def flash(p: Problem) -> tuple[Tensor, ...]:
 def test_errors_are_at_most_those_of_flash_attention(
     harden: Callable[[Problem], Problem], causal: bool, dtype: torch.dtype
 ) -> None:
-    p = problem([Span(0, 700, 0, 700, causal)], (64, 48), dtype, heads=4)
+    p = problem([Span(0, 700, 0, 700, causal)], (64, 48), dtype, heads=8)
     p = harden(replace(p, q=p.q[:, :700], k=p.k[:, :700], v=p.v[:, :700], dout=p.dout[:, :700]))
     p = replace(p, dlse=torch.zeros_like(p.dlse[..., :700]))
     for label, a, f, b in zip(RESULTS, p.actual(KERNEL), flash(p), p.expected(), strict=True):
@@ -207,15 +204,11 @@ def test_latents_need_not_fill_registers(dims: tuple[int, int, int, int], dtype:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_sums_over_heads_and_batch_run_in_order_whatever_the_threads(dtype: torch.dtype) -> None:
-    threads = torch.get_num_threads()
     p = LatentProblem.random(dtype, LONG["causal"], heads=7)
-    try:
-        torch.set_num_threads(1)
+    with threads(1):
         one = p.actual()
-        torch.set_num_threads(5)
+    with threads(5):
         runs = [p.actual() for _ in range(3)]
-    finally:
-        torch.set_num_threads(threads)
     for label, a, *others in zip(FROM_LATENT, one, *runs, strict=True):
         for b in others:
             assert_bitwise(b, a, name=label, allow_nonfinite=label == "lse")

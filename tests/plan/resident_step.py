@@ -14,7 +14,7 @@ from laga_attn.bench.resident import resident_growth
 from laga_attn.plan.trace import Trace
 
 # The weight is small: a gradient that is allocated, but not written yet, is traced and not resident.
-HEADS, TOKENS, NOPE, ROPE, V, RANK = 16, 2048, 128, 64, 128, 128
+HEADS, TOKENS, NOPE, ROPE, V, RANK = 20, 2048, 128, 64, 128, 128
 TOLERANCE = 0.005
 
 

@@ -87,7 +87,7 @@ def test_a_signal_to_the_launcher_finishes_the_step_saves_and_ends_well(folder):
     ]
 
 
-def test_a_signal_to_a_single_rank_ends_all_ranks_at_the_same_step(folder):
+def test_a_signal_to_a_single_rank_ends_all_ranks_at_the_same_step(folder, reference):
     options = options_of(folder, "one-rank")
     hold = hold_after(options.out, 3)
     with ranks_by_hand(command_line(options), 2) as processes:
@@ -97,6 +97,7 @@ def test_a_signal_to_a_single_rank_ends_all_ranks_at_the_same_step(folder):
         for status, _, stderr in map(outcome, processes):
             assert status == 0, stderr
     assert 3 <= len(losses(options)) == checkpoint_steps(options)[-1] < STEPS
+    assert finish(replace(options, resume=True)) == reference
 
 
 @pytest.mark.parametrize(("blow", "timeout"), [(signal.SIGKILL, 120.0), (signal.SIGSTOP, HANGS)])

@@ -22,7 +22,7 @@ from laga_attn.inference.step import Segment
 from laga_attn.inference.workspace import longest_chunk
 from laga_attn.movement import acc_dtype, empty_local, gather_keys, return_heads, send_heads
 from laga_attn.routing import Routing, heads_of, route_tokens
-from laga_attn.schemes.latent import expand_kv, join_latent, weight_rows
+from laga_attn.schemes.latent import attend_to_latents, expand_kv, join_latent, rows_of_heads, weight_rows
 from laga_attn.spans import Span
 
 __all__ = ["attend_split"]
@@ -48,7 +48,7 @@ def attend_split(q: Tensor, c_kv: Tensor, k_rope: Tensor, weight: Tensor, call: 
     finish_query = send_heads(q, every, routing, cp, degree, "query", "forward")
     storing = _send_to_storage(torch.cat([c_kv, k_rope], dim=-1)[0], call)
 
-    own_weight = weight[weight_rows(heads_of(cp.rank, degree, dims.num_heads), dims)].contiguous()
+    own_weight = rows_of_heads(weight, heads_of(cp.rank, degree, dims.num_heads), dims)
     latent, query = finish_latent(), finish_query()
     running = _attend_new(query, latent, own_weight, routing, call)
     blocks = call.blocks(q.element_size())
@@ -80,12 +80,8 @@ def _attend(
     query: Tensor, latent: Tensor, weight: Tensor, spans: tuple[Span, ...], call: StepCall
 ) -> tuple[Tensor, Tensor]:
     """A head group's queries over the K and V that are rebuilt for it."""
-    if call.streams:
-        keys = latent.transpose(0, 1), weight
-        return call.head_kernel.forward_from_latent(query, *keys, spans, call.softmax_scale, call.dims.v_head_dim)
-    kv = expand_kv(latent, weight, call.dims).transpose(0, 1)  # [1, keys, hg, Dqk + Dv]
-    k, v = kv.split([call.dims.qk_head_dim, call.dims.v_head_dim], dim=-1)
-    return call.head_kernel.forward(query, k, v, spans, call.softmax_scale)
+    kv = None if call.streams else expand_kv(latent, weight, call.dims)
+    return attend_to_latents(call.head_kernel, query, latent, weight, kv, spans, call.softmax_scale, call.dims)
 
 
 def _groups(heads: int, each: int, call: StepCall) -> list[slice]:

@@ -13,7 +13,7 @@ from laga_attn.attention_plan import AttentionPlan
 from laga_attn.grid import ContextParallel
 from laga_attn.movement import acc_dtype, add_rows, cut_key_grads, gather_keys, return_key_grads
 from laga_attn.schemes.interface import Grads, Kept, Latents, Needs
-from laga_attn.schemes.latent import expand_kv, fold_kv_grads, join_latent, split_latent_grad, weight_rows
+from laga_attn.schemes.latent import expand_kv, fold_kv_grads, join_latent, split_kv, split_latent_grad, weight_rows
 from laga_attn.schemes.queries import OutputReturn, QueryGradReturn, send_output_grads, send_queries
 from laga_attn.traffic import Phase
 
@@ -35,7 +35,7 @@ def forward(
     (finish_query,) = send_queries(q, [all_heads], plan, cp)
     kv = _exchange_kv(c_kv, k_rope, weight, plan, cp, "forward")  # [keys, B, h, Dqk + Dv]
     query = finish_query()
-    k, v = kv.transpose(0, 1).split([plan.dims.qk_head_dim, plan.dims.v_head_dim], dim=-1)
+    k, v = split_kv(kv, plan.dims)
     out, lse = plan.kernel.forward(query, k, v, plan.routing.keys.spans, plan.softmax_scale)
     returning = OutputReturn(q, plan, cp)
     returning.start(all_heads, out, lse)
@@ -54,7 +54,7 @@ def backward(
     if kv is None:
         kv = _exchange_kv(c_kv, k_rope, weight, plan, cp, "backward")
     own_dout, delta = finish_dout()
-    k, v = kv.transpose(0, 1).split([plan.dims.qk_head_dim, plan.dims.v_head_dim], dim=-1)
+    k, v = split_kv(kv, plan.dims)
     dq, dk, dv = plan.kernel.backward(own_dout, delta, query, k, v, lse, plan.routing.keys.spans, plan.softmax_scale)
     del own_dout, kv, k, v
     returning = QueryGradReturn(dout, plan, cp) if needs.query else None

@@ -20,15 +20,17 @@ from laga_attn.kernels import merge_partials
 from laga_attn.movement import acc_dtype, cut_key_grads, return_key_grads
 from laga_attn.schemes.interface import Grads, Kept, Latents, Needs
 from laga_attn.schemes.latent import (
+    attend_to_latents,
     expand_kv,
     fold_kv_grads,
+    rows_of_heads,
+    split_kv,
     split_latent_grad,
     start_latents,
     sum_contributions,
     weight_rows,
 )
 from laga_attn.schemes.queries import OutputReturn, QueryGradReturn, send_output_grads, send_queries
-from laga_attn.spans import Span
 
 __all__ = ["backward", "forward"]
 
@@ -50,7 +52,7 @@ def forward(
     prefetched: Latents | None = None,
 ) -> tuple[Tensor, Tensor | None, Kept]:
     """Shapes as in `latent_attention`; what is kept for backward depends on `plan.save`."""
-    groups, own_weight = plan.own_head_groups(), _own_weight(weight, plan)
+    groups, own_weight = plan.own_head_groups(), rows_of_heads(weight, plan.heads, plan.dims)
     latents = prefetched or start_latents(c_kv, k_rope, plan.routing, cp, "forward")
     arriving = send_queries(q, groups, plan, cp)
     returning = OutputReturn(q, plan, cp)
@@ -63,8 +65,9 @@ def forward(
         if segment == 0:
             queries[group] = arriving[group]()
         keys = latents[segment](), own_weight[weight_rows(groups[group], plan.dims)]
-        kv = None if _streams(plan) else expand_kv(*keys, plan.dims)
-        out, lse = _attend(queries[group], keys, kv, plan.routing.segments[segment].spans, plan)
+        kv = None if plan.streams else expand_kv(*keys, plan.dims)
+        spans = plan.routing.segments[segment].spans
+        out, lse = attend_to_latents(plan.kernel, queries[group], *keys, kv, spans, plan.softmax_scale, plan.dims)
         partial[group] = (out, lse) if segment == 0 else merge_partials(*partial[group], out, lse)
         if segment == last:
             returning.start(groups[group], *partial[group])
@@ -127,7 +130,7 @@ class _KeyGrads:
         self, latents: Latents, weight: Tensor, needs: Needs, plan: AttentionPlan, cp: ContextParallel
     ) -> None:
         self._latents, self._weight, self._needs, self._plan, self._cp = latents, weight, needs, plan, cp
-        self._own_weight = _own_weight(weight, plan)
+        self._own_weight = rows_of_heads(weight, plan.heads, plan.dims)
         self._d_own_weight = torch.zeros_like(self._own_weight, dtype=acc_dtype(weight.dtype))
         self._d_latents: dict[int, Tensor] = {}
         self._contributions: Callable[[], list[Tensor]] | None = None
@@ -148,14 +151,14 @@ class _KeyGrads:
         """
         plan, latent, rows = self._plan, self._latents[segment](), weight_rows(group, self._plan.dims)
         spans, weight, scale = plan.routing.segments[segment].spans, self._own_weight[rows], plan.softmax_scale
-        if _streams(plan):
+        if plan.streams:
             d_latent = self._d_latent(segment).transpose(0, 1) if self._needs.latent else None
             d_weight = self._d_own_weight[rows] if self._needs.weight else None
             keys = latent.transpose(0, 1), weight
             return plan.kernel.backward_from_latent(*dout_delta, q, *keys, lse, spans, scale, d_latent, d_weight), None
         if kv is None:
             kv = expand_kv(latent, weight, plan.dims)
-        dq, dk, dv = plan.kernel.backward(*dout_delta, q, *_split_kv(kv, plan), lse, spans, scale)
+        dq, dk, dv = plan.kernel.backward(*dout_delta, q, *split_kv(kv, plan.dims), lse, spans, scale)
         return dq, (dk, dv) if self._needs.latent or self._needs.weight else None
 
     def fold(self, segment: int, group: slice, dk: Tensor, dv: Tensor) -> None:
@@ -220,31 +223,3 @@ def _backward_order(plan: AttentionPlan, gathered: bool) -> list[Work]:
 
 def _used_up() -> Any:
     raise AssertionError("needed again after its last use was thought over")
-
-
-def _own_weight(weight: Tensor, plan: AttentionPlan) -> Tensor:
-    """The rank's rows; kernels want a row in one piece, whatever the caller's strides."""
-    return weight[weight_rows(plan.heads, plan.dims)].contiguous()
-
-
-def _streams(plan: AttentionPlan) -> bool:
-    """Whether the kernel rebuilds K and V by itself, a few rows at a time."""
-    return plan.kernel.rebuilds(plan.dims.kv_lora_rank) and plan.save != "kv"  # to be kept they must be whole
-
-
-def _attend(
-    q: Tensor, keys: tuple[Tensor, Tensor], kv: Tensor | None, spans: tuple[Span, ...], plan: AttentionPlan
-) -> tuple[Tensor, Tensor]:
-    """Attention to a head group's `kv`, or where that is None to what latents and weight, `keys`, make it."""
-    if kv is not None:
-        return plan.kernel.forward(q, *_split_kv(kv, plan), spans, plan.softmax_scale)
-    latent, weight = keys
-    return plan.kernel.forward_from_latent(
-        q, latent.transpose(0, 1), weight, spans, plan.softmax_scale, plan.dims.v_head_dim
-    )
-
-
-def _split_kv(kv: Tensor, plan: AttentionPlan) -> tuple[Tensor, Tensor]:
-    """Views `[B, keys, hg, Dqk]` and `[B, keys, hg, Dv]`."""
-    by_batch = kv.transpose(0, 1)
-    return by_batch[..., : plan.dims.qk_head_dim], by_batch[..., plan.dims.qk_head_dim :]

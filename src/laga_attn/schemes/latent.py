@@ -9,6 +9,7 @@ Latents are `[S, B, kv_lora_rank + qk_rope_head_dim]`, sequence-first, so that a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 
 import torch
@@ -16,14 +17,19 @@ from torch import Tensor
 
 from laga_attn.attention_plan import AttentionPlan, LatentDims
 from laga_attn.grid import ContextParallel
+from laga_attn.kernels import Kernel
 from laga_attn.movement import Finish, add_rows, gather_keys, put, take
 from laga_attn.routing import Routing, TokenRoute
+from laga_attn.spans import Span
 from laga_attn.traffic import Phase
 
 __all__ = [
+    "attend_to_latents",
     "expand_kv",
     "fold_kv_grads",
     "join_latent",
+    "rows_of_heads",
+    "split_kv",
     "split_latent_grad",
     "start_latents",
     "sum_contributions",
@@ -36,6 +42,11 @@ _FOLD_ROWS, _FOLD_CHUNKS = 4096, 16  # keys in a chunk: full-speed GEMMs, and fe
 def weight_rows(heads: slice, dims: LatentDims) -> slice:
     """The rows of `kv_b_proj.weight` that belong to these heads."""
     return slice(heads.start * dims.up_head_dim, heads.stop * dims.up_head_dim)
+
+
+def rows_of_heads(weight: Tensor, heads: slice, dims: LatentDims) -> Tensor:
+    """These rows; kernels want each in one piece, whatever the caller's strides."""
+    return weight[weight_rows(heads, dims)].contiguous()
 
 
 def join_latent(c_kv: Tensor, k_rope: Tensor, routing: Routing) -> Tensor:
@@ -90,6 +101,34 @@ def expand_kv(latent: Tensor, weight: Tensor, dims: LatentDims) -> Tensor:
         torch.mm(c_kv, w[nope:].t(), out=rows[:, head, dims.qk_head_dim :])
     kv[..., nope : dims.qk_head_dim] = latent[..., None, rank:]
     return kv
+
+
+def split_kv(kv: Tensor, dims: LatentDims) -> tuple[Tensor, Tensor]:
+    """Views `[B, S, h, nope + rope]` and `[B, S, h, v]` of what `expand_kv` made."""
+    by_batch = kv.transpose(0, 1)
+    return by_batch[..., : dims.qk_head_dim], by_batch[..., dims.qk_head_dim :]
+
+
+def attend_to_latents(
+    kernel: Kernel,
+    q: Tensor,
+    latent: Tensor,
+    weight: Tensor,
+    kv: Tensor | None,
+    spans: Sequence[Span],
+    softmax_scale: float,
+    dims: LatentDims,
+) -> tuple[Tensor, Tensor]:
+    """A head group's output and log-sum-exp over the K and V that its rows of the weight make of latents.
+
+    Args:
+        q: `[B, queries, h, nope + rope]`.
+        latent, weight: as in `expand_kv`.
+        kv: what `expand_kv` made of them, None with a kernel that rebuilds K and V by itself.
+    """
+    if kv is not None:
+        return kernel.forward(q, *split_kv(kv, dims), spans, softmax_scale)
+    return kernel.forward_from_latent(q, latent.transpose(0, 1), weight, spans, softmax_scale, dims.v_head_dim)
 
 
 def fold_kv_grads(dk: Tensor, dv: Tensor, latent: Tensor, weight: Tensor, dims: LatentDims, d_latent: Tensor) -> Tensor:

@@ -56,8 +56,7 @@ struct Backward {
 
     // Rows in no span may hold anything: they are packed as 0.
     void load(const T* q, i64 q_stride, const T* dout, i64 dout_stride, const float* lse_in, const float* delta_in) {
-        std::vector<char> used = seen_queries(p);
-        used.resize(panels * PANEL, 0);
+        const std::vector<char> used = seen_rows(p, panels * PANEL, &Span::q0, &Span::q_len);
         for (i64 r = 0; r < panels * PANEL; ++r) {
             lse[r] = used[r] ? lse_in[r] * LOG2E : 0.0f;
             delta[r] = used[r] ? delta_in[r] : 0.0f;
@@ -236,7 +235,7 @@ void backward_from_latent(const Problem& p, const Rows& dout, const float* delta
                           const Rows& weight, const float* lse, const Rows& dq, const Rows& d_latents,
                           const Rows& d_weight) {
     const i64 bytes = scratch_bytes<Backward<T>>(p), blocks = ceil_div(p.k_rows, KEY_ROWS);
-    const std::vector<char> seen = seen_keys(p);
+    const std::vector<char> seen = seen_rows(p, p.k_rows, &Span::k0, &Span::k_len);
     Turns at_block(p.batch * blocks), at_head(p.heads);
     in_parallel(p.batch * p.heads, p.threads, [&](i64 item, i64 thread) {
         const i64 b = item / p.heads, h = item % p.heads;

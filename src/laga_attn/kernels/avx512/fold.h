@@ -17,7 +17,7 @@ class Fold {
         width = p.nope_width + p.v_width, width_room = round_up(width, 16), rank_room = round_up(p.rank, PANEL);
         up = arena.take<T>(room * width_room);
         latents = arena.take<T>(room * p.rank);
-        weight_rows = arena.take<word>(rank_room * ceil_div(width, PER_WORD<T>));
+        weight_rows = arena.take<word>(rank_room * words_of(width));
         up_columns = arena.take<word>(width * words_of(room));
         latent_rows = arena.take<word>(rank_room * words_of(room));
         product = arena.take<float>(room * PANEL);
@@ -26,7 +26,7 @@ class Fold {
 
     // The weight of one head, whose gradient starts at 0.
     void load(const T* weight, i64 stride) {
-        const i64 words = ceil_div(width, PER_WORD<T>);
+        const i64 words = words_of(width);
         pack_rows(weight, stride, width, p.rank, words, weight_rows, words);
         std::fill_n(d_weight, width * rank_room, 0.0f);
     }
@@ -46,7 +46,7 @@ class Fold {
 
     // Adds the block's share to the gradient of its latents.
     void add_to_latents(i64 rows, const float* dk, i64 dk_room, float* d_latents, i64 stride) {
-        const i64 words = ceil_div(width, PER_WORD<T>);
+        const i64 words = words_of(width);
         for (i64 c = 0; c < p.rank; c += PANEL) {
             multiply<T, false>(rows, up, width_room, weight_rows + c * words, words, product, PANEL);
             for (i64 r = 0; r < rows; ++r)

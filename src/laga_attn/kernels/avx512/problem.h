@@ -48,14 +48,12 @@ struct Span {
 };
 
 // Which rows a span holds; others may be anything.
-inline std::vector<char> seen_queries(const Problem& p) {
-    std::vector<char> seen(p.q_rows, 0);
-    for (i64 i = 0; i < p.span_count; ++i) std::fill_n(seen.begin() + Span(p, i).q0, Span(p, i).q_len, 1);
-    return seen;
-}
-inline std::vector<char> seen_keys(const Problem& p) {
-    std::vector<char> seen(p.k_rows, 0);
-    for (i64 i = 0; i < p.span_count; ++i) std::fill_n(seen.begin() + Span(p, i).k0, Span(p, i).k_len, 1);
+inline std::vector<char> seen_rows(const Problem& p, i64 rows, i64 Span::*first, i64 Span::*length) {
+    std::vector<char> seen(rows, 0);
+    for (i64 i = 0; i < p.span_count; ++i) {
+        const Span s(p, i);
+        std::fill_n(seen.begin() + s.*first, s.*length, 1);
+    }
     return seen;
 }
 
