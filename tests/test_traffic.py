@@ -169,7 +169,7 @@ def test_the_ledgers_of_all_ranks_add_up_to_what_the_loopback_device_counts(priv
     sent, received = (sum(getattr(t, side)() for t in wire.results) for side in ("sent", "received"))
     assert sent == received
     assert sent > 10 * 2**20
-    assert abs(wire.bytes / sent - 1) < 0.01, f"the ledgers hold {sent} bytes, the device {wire.bytes}"
+    assert sent <= wire.bytes < 1.01 * sent
 
 
 def stays_silent(ctx):
