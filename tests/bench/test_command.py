@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,7 @@ def test_the_json_holds_every_measurement_under_its_documented_name(run):
         assert variant["sent_across"] is None
         assert variant["overlap"]["exchanges_seconds"] > 0
         assert set(variant["overlap"]["hidden"]) == {"low", "median", "high"}
+        assert (variant["resident"] is not None) == (sys.platform == "linux")
 
 
 def test_bytes_and_memory_are_those_of_the_design(run):

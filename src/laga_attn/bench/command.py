@@ -20,7 +20,7 @@ from laga_attn.bench.html import to_html
 from laga_attn.bench.link import Link, node_size, parse_link, two_nodes
 from laga_attn.bench.ranks import Device, run_on_ranks
 from laga_attn.bench.report import print_report, to_json
-from laga_attn.bench.run import Task, check_kernel, run_rank
+from laga_attn.bench.run import Task, check_kernel, resident_on_rank, run_rank, with_resident
 from laga_attn.bench.summary import CellReport, Report, summarize
 from laga_attn.kernels import KernelName
 from laga_attn.train.errors import UsageError
@@ -160,6 +160,9 @@ def run_bench(
             places = [nodes[rank // node_size(ranks)] for rank in range(ranks)] if nodes else None
             threads = max(1, _cores() // ranks)
             by_rank = run_on_ranks(run_rank, ranks, task, threads=threads, device=device, places=places)
+            if device == "cpu":
+                grown = run_on_ranks(resident_on_rank, ranks, task, threads=threads)
+                by_rank = [with_resident(*rank) for rank in zip(by_rank, grown, strict=True)]
             for (cell, _), *runs in zip(cells, *by_rank, strict=True):
                 reports += summarize(cell, links, runs)
     how = {"device": device, "kernel": kernel, "links": [str(link) for link in links], "overlap": overlap}

@@ -16,11 +16,23 @@ from laga_attn.bench.gemm import fastest_gemm
 from laga_attn.bench.link import Link, received_rate, set_link
 from laga_attn.bench.memory import TensorMemory, saved_tensors
 from laga_attn.bench.race import race
-from laga_attn.bench.resident import resident_growth
 from laga_attn.grid import ContextParallel
 from laga_attn.traffic import Traffic, traffic
 
-__all__ = ["GEMM", "Attend", "CellRun", "Contestant", "Inputs", "Key", "Mode", "RaceRun", "Usage", "measure", "say"]
+__all__ = [
+    "GEMM",
+    "Attend",
+    "CellRun",
+    "Contestant",
+    "Inputs",
+    "Key",
+    "Mode",
+    "RaceRun",
+    "Usage",
+    "layer_step",
+    "measure",
+    "say",
+]
 
 Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """`q, c_kv, k_rope, kv_b_weight` to the output, all of this rank, shapes as in `latent_attention`."""
@@ -69,7 +81,7 @@ class Usage:
         sent_to: of both, by peer.
         saved: what autograd keeps for backward, weights excluded.
         peak: the most that tensors made during the step took at once, q and latents included as long as they are kept.
-        resident: by which the process grew at most; None where the kernel cannot tell, and on a GPU.
+        resident: by which a process of its own grew at most; None where that was not asked or the kernel cannot tell.
     """
 
     sent_forward: int
@@ -77,7 +89,7 @@ class Usage:
     sent_to: tuple[int, ...]
     saved: int
     peak: int
-    resident: int | None
+    resident: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,30 +169,36 @@ def _step(attend: Attend, inputs: Inputs) -> Callable[[], None]:
     return step
 
 
-def _take_stock(attend: Attend, inputs: Inputs) -> tuple[Traffic, Usage]:
-    """Three steps that are not timed: they warm up, too."""
-
-    def forward() -> Tensor:
-        # As in a layer, q and the latents are made just before and belong to whoever keeps them.
-        q, c_kv, k_rope = (tensor.clone() for tensor in inputs[:3])
-        return attend(q, c_kv, k_rope, inputs.weight)
+def layer_step(attend: Attend, inputs: Inputs) -> Callable[[], None]:
+    """Forward and backward as in a layer, with all the memory that they take."""
 
     def step() -> None:
-        torch.autograd.grad(forward(), inputs[:4], inputs.dout)
+        torch.autograd.grad(_forward(attend, inputs), inputs[:4], inputs.dout)
+
+    return step
+
+
+def _forward(attend: Attend, inputs: Inputs) -> Tensor:
+    # As in a layer, q and the latents are made just before and belong to whoever keeps them.
+    q, c_kv, k_rope = (tensor.clone() for tensor in inputs[:3])
+    return attend(q, c_kv, k_rope, inputs.weight)
+
+
+def _take_stock(attend: Attend, inputs: Inputs) -> tuple[Traffic, Usage]:
+    """Two steps that are not timed: they warm up, too."""
 
     with traffic() as ledger:
         with saved_tensors(excluded=[inputs.weight]) as saved:
-            out = forward()
+            out = _forward(attend, inputs)
         torch.autograd.grad(out, inputs[:4], inputs.dout)
+    step = layer_step(attend, inputs)
     peak = _peak_on_gpu(step) if inputs.q.is_cuda else _peak_on_cpu(step)
-    resident = None if inputs.q.is_cuda else resident_growth(step)
     return ledger, Usage(
         sent_forward=ledger.sent(phase="forward"),
         sent_backward=ledger.sent(phase="backward"),
         sent_to=tuple(map(sum, zip(*(record.sent_to for record in ledger.select()), strict=True))),
         saved=saved.nbytes,
         peak=peak,
-        resident=resident,
     )
 
 

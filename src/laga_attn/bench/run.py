@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from typing import cast
@@ -14,13 +15,14 @@ from torch import Tensor
 from laga_attn.attention import latent_attention
 from laga_attn.bench.grid import DTYPES, Cell, Grid, Variant
 from laga_attn.bench.link import Link
-from laga_attn.bench.measure import Attend, CellRun, Contestant, Inputs, measure, say
+from laga_attn.bench.measure import Attend, CellRun, Contestant, Inputs, layer_step, measure, say
 from laga_attn.bench.ranks import Device
+from laga_attn.bench.resident import resident_growth, return_freed_memory
 from laga_attn.grid import ContextParallel
 from laga_attn.kernels import KernelName, select
 from laga_attn.train.errors import UsageError
 
-__all__ = ["Task", "check_kernel", "contestant", "make_inputs", "run_rank"]
+__all__ = ["Task", "check_kernel", "contestant", "make_inputs", "resident_on_rank", "run_rank", "with_resident"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +57,29 @@ def run_rank(task: Task) -> list[CellRun]:
         inputs = make_inputs(cell, dist.get_rank(), torch.device(task.device))
         runs.append(measure(contestants, inputs, task.rounds, links=task.links))
     return runs
+
+
+def resident_on_rank(task: Task) -> list[dict[str, int | None]]:
+    """By cell and name, the bytes by which a process that does nothing else grows: no place to measure time."""
+    return_freed_memory()
+    grown: list[dict[str, int | None]] = []
+    for cell, variants in task.cells:
+        say(f"{cell}: resident memory")
+        inputs = make_inputs(cell, dist.get_rank(), torch.device(task.device))
+        grown.append({})
+        for variant in variants:
+            step = layer_step(contestant(variant, cell, task.kernel).attend, inputs)
+            step()
+            grown[-1][variant.name_in(cell, task.device)] = resident_growth(step)
+    return grown
+
+
+def with_resident(runs: Sequence[CellRun], grown: Sequence[dict[str, int | None]]) -> list[CellRun]:
+    """What one rank learnt in both."""
+    return [
+        replace(run, usage={name: replace(usage, resident=of[name]) for name, usage in run.usage.items()})
+        for run, of in zip(runs, grown, strict=True)
+    ]
 
 
 def contestant(
