@@ -10,7 +10,7 @@ import pytest
 
 import laga_attn as laga
 from laga_attn.attention_plan import LatentDims
-from laga_attn.auto import CPU_FLOPS_PER_PORT_BYTE, FLOPS_PER_PORT_BYTE, choose
+from laga_attn.auto import CPU_FLOPS_PER_PORT_BYTE, FLOPS_PER_PORT_BYTE, choose, flops_per_port_byte
 from tests.plan.tracing import Call, trace_call
 
 MODELS = {
@@ -156,6 +156,25 @@ def test_a_slower_link_never_makes_the_choice_move_more_bytes():
         sweep = counted(dims, 2**17, 32)
         moved = [sweep.found[chosen(dims, 2**17, 32, link)][0].max() for link in LINKS]
         assert moved == sorted(moved, reverse=True)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_without_a_hint_the_choice_does_not_depend_on_the_width_of_elements(device):
+    """Wider elements take longer both to send and to compute with."""
+    for dims in MODELS.values():
+        for size in (2, 4, 8, 64):
+            for tokens in (2**10, 2**14, 2**18):
+                layout = laga.SequenceLayout.zigzag(tokens, size)
+                choices = {
+                    choose(
+                        dims, layout, causal=True, itemsize=itemsize,
+                        flops_per_port_byte=flops_per_port_byte(None, device, itemsize),
+                    )
+                    for itemsize in (2, 4, 8)
+                }  # fmt: skip
+                assert len(choices) == 1, (dims, size, tokens, choices)
+    assert flops_per_port_byte(None, device, 2) != flops_per_port_byte(None, "cpu" if device == "cuda" else "cuda", 2)
+    assert {flops_per_port_byte(1234.0, device, itemsize) for itemsize in (2, 4, 8)} == {1234.0}
 
 
 def test_a_choice_takes_milliseconds_and_less_the_second_time():

@@ -27,15 +27,16 @@ __all__ = [
 ]
 
 FLOPS_PER_PORT_BYTE: Final = 2000.0
-"""F: about 400 TFLOP/s of attention over 200 GB/s of port, an H100-class GPU inside its node.
+"""F in 16-bit floats: about 400 TFLOP/s of attention over 200 GB/s of port, an H100-class GPU inside its node.
 
 Slower links raise it, which favours the latent on the wire.
 """
 
 CPU_FLOPS_PER_PORT_BYTE: Final = 800.0
-"""F for ranks of one CPU machine: some 190 GFLOP/s of a rank's attention over 240 MB/s, at which gloo's copies, made by
-the cores that compute, make it right in docs/benchmarks.md about what is faster: 650 to 1600 would."""
+"""F in bf16 for ranks of one CPU machine: some 190 GFLOP/s of a rank's attention over 240 MB/s, at which gloo's copies,
+made by the cores that compute, make it right in docs/benchmarks.md about what is faster: 650 to 1600 would."""
 
+_ITEMSIZE: Final = 2  # of the elements for which the two are
 _CACHED: Final = 256
 _SCHEMES: Final[tuple[Scheme, ...]] = ("laga", "explicit", "absorbed")  # of equals the first is taken
 
@@ -58,9 +59,14 @@ class Cost:
         return max(moved + flops / flops_per_port_byte for moved, flops in self.ranks)
 
 
-def flops_per_port_byte(given: float | None, device: str) -> float:
-    """F as given, else the default for a device type."""
-    return given or (CPU_FLOPS_PER_PORT_BYTE if device == "cpu" else FLOPS_PER_PORT_BYTE)
+def flops_per_port_byte(given: float | None, device: str, itemsize: int) -> float:
+    """F as given, else the default for a device type and elements of `itemsize` bytes.
+
+    Elements twice as wide are computed with at half the speed or less, while a byte stays a byte.
+    """
+    if given is not None:
+        return given
+    return (CPU_FLOPS_PER_PORT_BYTE if device == "cpu" else FLOPS_PER_PORT_BYTE) * _ITEMSIZE / itemsize
 
 
 def legal_degrees(cp_size: int, num_heads: int) -> list[int]:

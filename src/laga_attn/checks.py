@@ -62,10 +62,11 @@ class Call:
         degree = self.cp.ulysses_degree
         if self.scheme != "auto":
             return cast(Scheme, self.scheme), degree or 1
+        itemsize = self.q.element_size()
         return choose(
             self.dims(), self.layout, batch=self.q.shape[0], causal=self.causal, window=self.window,
-            itemsize=self.q.element_size(), save=self.save, ulysses_degree=degree,
-            flops_per_port_byte=flops_per_port_byte(self.cp.flops_per_port_byte, self.q.device.type),
+            itemsize=itemsize, save=self.save, ulysses_degree=degree,
+            flops_per_port_byte=flops_per_port_byte(self.cp.flops_per_port_byte, self.q.device.type, itemsize),
         )  # fmt: skip
 
     def routing(self) -> Routing:

@@ -39,7 +39,8 @@ class ContextParallel:
             overlap hides.
         flops_per_port_byte: FLOPs that a rank does while one byte passes its port, which ``scheme="auto"`` weighs
             schemes with: throughput of attention over bandwidth of the slowest link that the ranks share. ``None``
-            takes :data:`laga_attn.auto.FLOPS_PER_PORT_BYTE`, on CPUs ``CPU_FLOPS_PER_PORT_BYTE``.
+            takes :data:`laga_attn.auto.FLOPS_PER_PORT_BYTE`, on CPUs ``CPU_FLOPS_PER_PORT_BYTE``; with fp32 half of
+            it.
 
     Instances are read-only and compare by identity. ``copy`` and ``copy.deepcopy`` return the same instance
     (process groups cannot be copied), so modules that hold one can be copied.

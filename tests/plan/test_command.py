@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 from typer.testing import CliRunner
@@ -58,6 +59,23 @@ def test_schemes_degrees_ranks_and_nodes_can_be_chosen():
     assert all(row["nic_sent"]["forward"] > 0 for row in report["rows"])
     assert any(message["kind"] == "tensor_parallel" for message in report["rows"][0]["messages"])
     assert "cp 4 x tp 2 x dp 2 = 16 devices on 4 nodes" in result.output
+
+
+def test_fp32_computes_at_half_the_rate_and_sends_twice_the_bytes(tmp_path):
+    rows, output = {}, {}
+    for dtype in ("bf16", "fp16", "fp32"):
+        path = tmp_path / f"{dtype}.json"
+        result = plan(*TINY, "--cp", "2", "--scheme", "laga", "--dtype", dtype, "--json", str(path))
+        assert result.exit_code == 0, result.output
+        rows[dtype], output[dtype] = json.loads(path.read_text())["rows"], " ".join(result.output.split())
+    for name in ("seconds_without_overlap", "peak_bytes", "sent"):
+        assert [row[name] for row in rows["bf16"]] == [row[name] for row in rows["fp16"]]
+    default = {dtype: re.search(r"by default \((\d+)\)", text)[1] for dtype, text in output.items()}
+    assert default == {"bf16": "2000", "fp16": "2000", "fp32": "1000"}
+    told = {dtype: int(re.search(r"flops_per_port_byte=(\d+)", text)[1]) for dtype, text in output.items()}
+    assert told["fp32"] == pytest.approx(told["bf16"] / 2, rel=0.05)  # two digits are shown
+    assert f"bf16_tflops = {load_hardware('h100').bf16_tflops.value / 2:g} (" in output["fp32"]
+    assert "fp32 as TF32 at half of it" in output["fp32"]
 
 
 def test_what_does_not_fit_is_said_and_nothing_is_recommended(tmp_path):

@@ -70,7 +70,7 @@ class Variant:
         if self.ulysses_degree is not None:
             return f"{self.scheme} U={self.ulysses_degree} {self.save}"
         itemsize = DTYPES[cell.dtype].itemsize
-        weight = flops_per_port_byte(self.flops_per_port_byte, device)
+        weight = flops_per_port_byte(self.flops_per_port_byte, device, itemsize)
         scheme, degree = choose(cell.dims, cell.layout, causal=True, itemsize=itemsize, flops_per_port_byte=weight)
         return f"auto ({scheme} U={degree})"
 
@@ -90,7 +90,7 @@ class Grid:
     Attributes:
         degrees: Ulysses degrees; None for every one that divides ranks and heads.
         rounds: how often each variant is timed.
-        flops_per_port_byte: what `scheme="auto"` weighs with; None for the default of the device.
+        flops_per_port_byte: what `scheme="auto"` weighs with; None for the default of the device and dtype.
     """
 
     ranks: tuple[int, ...]

@@ -130,6 +130,7 @@ def plan(
         hf, cfg = load_model(model)
         per_node = int(device.devices_per_node.value) if gpus_per_node is None else gpus_per_node
         work = Workload(cfg, parse_tokens(seq_len), cp, tp, dp, batch, per_node, dtype)
+        device = device.computing_with(work.itemsize)
         _check_nodes(work, nodes)
         chosen = candidates(work, _choice("--scheme", scheme, SCHEMES), ulysses_degree, _choice("--save", save, _SAVES))
         traced = _ranks(ranks, cp)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, Final
@@ -30,6 +30,7 @@ _FIGURES: Final = (
     "nic_latency_us",
     "launch_us",
 )
+_ITEMSIZE: Final = 2  # bytes of the elements for which devices give `bf16_tflops`
 _EXAMPLE: Final = "write lines such as 'memory_gb: {value: 80, source: datasheet, date: 2024-01}'"
 
 
@@ -66,6 +67,17 @@ class Hardware:
     @property
     def memory_bytes(self) -> float:
         return self.memory_gb.value * 1e9
+
+    def computing_with(self, itemsize: int) -> Hardware:
+        """This device with elements of `itemsize` bytes, 2 or 4: fp32 runs at half the 16-bit rate where it is TF32.
+
+        That is the most; without tensor cores fp32 is slower still.
+        """
+        if itemsize <= _ITEMSIZE:
+            return self
+        bf16 = self.bf16_tflops
+        source = f"{bf16.source}; fp32 as TF32 at half of it"
+        return replace(self, bf16_tflops=replace(bf16, value=bf16.value * _ITEMSIZE / itemsize, source=source))
 
     def figures(self) -> dict[str, Figure]:
         """All figures by name."""

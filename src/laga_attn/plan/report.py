@@ -9,7 +9,7 @@ from typing import Any, Final
 from rich import box
 from rich.table import Table
 
-from laga_attn.auto import FLOPS_PER_PORT_BYTE, choose
+from laga_attn import auto
 from laga_attn.plan.cost import flops_per_port_byte
 from laga_attn.plan.figures import RankFigures
 from laga_attn.plan.hardware import Hardware
@@ -43,16 +43,17 @@ def automatic(workload: Workload, hardware: Hardware) -> str:
     """What `scheme="auto"` takes when it is told of this hardware's link, and when it is not."""
 
     def choice(rate: float) -> str:
-        scheme, degree = choose(
+        scheme, degree = auto.choose(
             workload.dims, workload.layout, causal=True, itemsize=workload.itemsize, batch=workload.batch,
             flops_per_port_byte=rate,
         )  # fmt: skip
         return f"{scheme} U={degree}"
 
     rate = float(f"{flops_per_port_byte(workload, hardware):.2g}")
+    default = auto.flops_per_port_byte(None, "cuda", workload.itemsize)
     return (
         f'scheme="auto" takes {choice(rate)} with ContextParallel(flops_per_port_byte={rate:.0f}), which is this '
-        f"hardware's, and {choice(FLOPS_PER_PORT_BYTE)} by default ({FLOPS_PER_PORT_BYTE:.0f}); it ignores memory"
+        f"hardware's, and {choice(default)} by default ({default:.0f}); it ignores memory"
     )
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from laga_attn.attention import latent_attention
 from laga_attn.attention_plan import LatentDims
+from laga_attn.auto import flops_per_port_byte
 from laga_attn.grid import ContextParallel
 from laga_attn.integrations.megatron.masks import is_causal, window_of
 from laga_attn.integrations.megatron.max_logits import max_attention_logits
@@ -142,9 +143,10 @@ class LatentCoreAttention(MegatronModule):  # type: ignore[misc]
         """The ranks with a Ulysses degree; `scheme="auto"` chooses one together with the scheme."""
         if self.cp.size == 1 or self.cp.ulysses_degree is not None or self.options.scheme == "auto":
             return self.cp
+        itemsize = q.element_size()
         degree = cheapest_degree(
-            self.options, self.dims, layout, causal=causal, window=self.window, batch=q.shape[0],
-            itemsize=q.element_size(),
+            self.options, self.dims, layout, causal=causal, window=self.window, batch=q.shape[0], itemsize=itemsize,
+            flops_per_port_byte=flops_per_port_byte(self.cp.flops_per_port_byte, q.device.type, itemsize),
         )  # fmt: skip
         return self.cp.with_ulysses(degree)
 

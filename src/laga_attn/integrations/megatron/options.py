@@ -7,7 +7,7 @@ from functools import lru_cache
 from typing import Any, Final, Literal, TypeAlias, cast
 
 from laga_attn.attention_plan import SAVE_POLICIES, SCHEMES, LatentDims, Scheme
-from laga_attn.auto import FLOPS_PER_PORT_BYTE, estimate, legal_degrees
+from laga_attn.auto import estimate, legal_degrees
 from laga_attn.grid import ContextParallel
 from laga_attn.layout import SequenceLayout
 
@@ -85,6 +85,7 @@ def cheapest_degree(
     window: int | None,
     batch: int,
     itemsize: int,
+    flops_per_port_byte: float,
 ) -> int:
     """The Ulysses degree of least cost for the scheme of `options`, by the rule of `laga_attn.auto`."""
     costs = [
@@ -94,4 +95,4 @@ def cheapest_degree(
         )
         for degree in legal_degrees(layout.cp_size, dims.num_heads)
     ]  # fmt: skip
-    return min(costs, key=lambda cost: cost.total(FLOPS_PER_PORT_BYTE)).ulysses_degree
+    return min(costs, key=lambda cost: cost.total(flops_per_port_byte)).ulysses_degree
