@@ -263,7 +263,7 @@ def _groups_with_threads(ctx, case, run, number):
         return attend(ctx, case, run), sum(record.kind == "query" for record in ledger.records)
 
 
-MANY_HEADS = Case(lengths=(64,), heads=32, nope=16, rope=8, v=12, rank=24, dtype=torch.float32)
+MANY_HEADS = Case(lengths=(2048,), heads=32, nope=16, rope=8, v=12, rank=24, dtype=torch.float32)
 needs_avx512 = pytest.mark.skipif(avx512.missing(torch.float32) is not None, reason=str(avx512.missing(torch.float32)))
 
 
@@ -277,6 +277,13 @@ def test_a_group_has_a_head_for_each_thread_and_the_same_bits(ranks):
             for field in dataclasses.fields(local):
                 name = field.name
                 assert_bitwise(getattr(local, name), getattr(expected, name), name=name, allow_nonfinite=True)
+
+
+@pytest.mark.parametrize(("tokens", "batch", "groups"), [(64, 1, 1), (512, 1, 4), (512, 2, 8), (2048, 1, 8)])
+def test_a_group_of_few_tokens_has_more_heads(ranks, tokens, batch, groups):
+    case = dataclasses.replace(MANY_HEADS, lengths=(tokens,), batch=batch)  # 16 heads per rank
+    results = ranks(2).run(_groups_with_threads, case, Run(ulysses_degree=2), 1)
+    assert [exchanges for _, exchanges in results] == [groups] * 2
 
 
 def _ranks_with_other_threads(ctx, changes):

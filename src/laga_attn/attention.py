@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, cast, overload
+from typing import Final, Literal, cast, overload
 
 import torch
 from torch import Tensor
@@ -18,8 +18,11 @@ from laga_attn.schemes.function import LatentAttentionFunction
 
 __all__ = ["latent_attention"]
 
-_REBUILD_BUDGET = 2**28
+_REBUILD_BUDGET: Final = 2**28
 """Bytes that the K and V of one head group may take by default: enough for full-speed GEMMs, small beside a layer."""
+
+_GROUP_ROWS: Final = 1024
+"""A rank's tokens times heads in a group, at least: below, messages and calls cost more than overlap hides."""
 
 
 @overload
@@ -84,8 +87,9 @@ def latent_attention(
             else `"latent"`.
         kernel: `"auto"`, or a name from `laga_attn.kernels.support_table`.
         head_group: heads whose K and V are rebuilt at a time; None: an eighth of the rank's heads, but one for each
-            thread on a CPU, where threads share a group's heads, and fewer where their K and V would take more than
-            256 MiB (a kernel that rebuilds K and V a few rows at a time needs no room for them).
+            thread on a CPU, where threads share a group's heads, and more of few tokens (1024 of a rank's tokens times
+            heads); fewer where their K and V would take more than 256 MiB (a kernel that rebuilds K and V a few rows
+            at a time needs no room for them).
         return_lse: also return the log-sum-exp of the scaled scores.
         prefetched: the gather of these latents, started earlier by `prefetch_latent`.
 
@@ -146,7 +150,8 @@ def _plan(call: Call) -> AttentionPlan:
 
 def _default_head_group(call: Call, dims: LatentDims, ulysses_degree: int, rebuilt: int) -> int:
     """Heads of a group, each of which rebuilds K and V of so many tokens."""
-    heads = dims.num_heads // ulysses_degree
-    at_once = min(heads, max(heads // 8, call.threads))
-    per_head = max(1, rebuilt * call.q.shape[0] * dims.kv_head_dim * call.q.element_size())
+    heads, batch = dims.num_heads // ulysses_degree, call.q.shape[0]
+    worth_a_message = -(-_GROUP_ROWS // max(1, call.layout.local_len * batch))
+    at_once = min(heads, max(heads // 8, call.threads, worth_a_message))
+    per_head = max(1, rebuilt * batch * dims.kv_head_dim * call.q.element_size())
     return max(1, min(at_once, _REBUILD_BUDGET // per_head))
