@@ -63,7 +63,7 @@ def test_what_a_contestant_takes_is_what_its_tensors_need_whoever_came_before():
         assert grown.keys() == traced.usage.keys()
         for name, usage in traced.usage.items():
             # Less where a buffer is there, but nothing has arrived in it yet.
-            assert 0.7 * usage.peak < grown[name] < 1.1 * usage.peak
+            assert 0.5 * usage.peak < grown[name] < 1.1 * usage.peak
 
 
 def test_where_the_kernel_keeps_no_such_books_there_is_no_number(monkeypatch, tmp_path):
