@@ -25,6 +25,7 @@ from typer import Option
 
 import laga_attn as laga
 from laga_attn.attention_plan import LatentDims
+from laga_attn.bench.malloc import keep_freed_memory
 from laga_attn.bench.ranks import run_on_ranks
 from laga_attn.inference import LatentCache, attend
 from laga_attn.inference.attention import REBUILD_COST, crossover
@@ -86,6 +87,7 @@ def in_turns(
     candidates: dict[str, Callable[[], object]], rounds: int, clock: Callable[[], float] = time.process_time
 ) -> dict[str, Seconds]:
     """Seconds of each candidate in each round, after one round of warm-up."""
+    keep_freed_memory()
     seconds: dict[str, Seconds] = {name: [] for name in candidates}
     for turn in range(rounds + 1):
         for name, call in candidates.items():

@@ -32,7 +32,8 @@ def test_memory_counts_at_its_highest_even_if_it_is_gone_at_the_end():
 
 GAPS = f"""
 import torch
-from laga_attn.bench.resident import return_freed_memory, resident_growth
+from laga_attn.bench.malloc import return_freed_memory
+from laga_attn.bench.resident import resident_growth
 
 def step():
     between = []

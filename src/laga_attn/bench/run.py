@@ -15,9 +15,10 @@ from torch import Tensor
 from laga_attn.attention import latent_attention
 from laga_attn.bench.grid import DTYPES, Cell, Grid, Variant
 from laga_attn.bench.link import Link
+from laga_attn.bench.malloc import return_freed_memory
 from laga_attn.bench.measure import Attend, CellRun, Contestant, Inputs, layer_step, measure, say
 from laga_attn.bench.ranks import Device
-from laga_attn.bench.resident import resident_growth, return_freed_memory
+from laga_attn.bench.resident import resident_growth
 from laga_attn.grid import ContextParallel
 from laga_attn.kernels import KernelName, select
 from laga_attn.train.errors import UsageError
