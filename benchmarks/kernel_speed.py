@@ -21,6 +21,7 @@ from rich.table import Table
 from torch import Tensor
 from torch.nn.functional import pad
 
+from laga_attn.bench.malloc import keep_freed_memory
 from laga_attn.kernels import Kernel, KernelName, select
 from laga_attn.spans import Span
 
@@ -155,6 +156,7 @@ def kernel_for(problem: Problem, name: KernelName) -> Kernel:
 
 def measure(problem: Problem, kernel: Kernel, repeats: int) -> list[list[str]]:
     """Table rows: pass, times, throughput, share of the matrix-product peak, speed-up."""
+    keep_freed_memory()
     ours, flash = Ours(problem, kernel), Flash(problem)
     ours_state, flash_state = ours.forward(), flash.forward()
     square = torch.randn(1024, 1024).to(problem.q.dtype)

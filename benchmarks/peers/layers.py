@@ -15,6 +15,7 @@ from benchmarks.peers import transformers_attention
 from torch import Tensor, nn
 
 from laga_attn.bench.grid import DTYPES, Cell
+from laga_attn.bench.malloc import keep_freed_memory
 from laga_attn.bench.memory import TensorMemory
 from laga_attn.bench.race import race
 from laga_attn.config import MLAConfig
@@ -40,6 +41,7 @@ class LayerRun:
 
 def race_layers(cell: Cell, rounds: int, cores: int) -> LayerRun:
     """Forward and backward of one layer, gradients of weights included, on the default process group."""
+    keep_freed_memory()
     group, rank = dist.group.WORLD, dist.get_rank()
     assert group is not None
     config, dtype = _config(cell), DTYPES[cell.dtype]

@@ -2,8 +2,8 @@
 
 A tensor's memory may stay in a heap, with gaps between tensors, or go back to the kernel, which clears its pages before
 they come again. What a contestant takes then depends on those that came before it, in memory and in time. Both
-functions hold from the call on in this process, for what is not yet in the heap, so call them early. Without glibc they
-do nothing.
+functions hold from the call on in this process, for what is not yet in the heap, so call them early; the last call
+counts. Without glibc they do nothing.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ __all__ = ["keep_freed_memory", "return_freed_memory"]
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -2, -3, -4  # see mallopt(3)
 _SMALL: Final = 2**16  # bytes
 _LARGE: Final = 2**31 - 1  # the most there is
+_MAPPED: Final = 2**16  # blocks outside the heap, as many as without being told
 
 
 def keep_freed_memory() -> None:
@@ -26,7 +27,7 @@ def keep_freed_memory() -> None:
 
 def return_freed_memory() -> None:
     """All but small tensors give their memory back when they are freed: where memory is measured."""
-    _set({_TRIM_THRESHOLD: _SMALL, _TOP_PAD: 0, _MMAP_THRESHOLD: _SMALL})
+    _set({_MMAP_MAX: _MAPPED, _TRIM_THRESHOLD: _SMALL, _TOP_PAD: 0, _MMAP_THRESHOLD: _SMALL})
 
 
 def _set(options: Mapping[int, int]) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 from laga_attn.bench.exchanges import Exchanges
 from laga_attn.bench.gemm import fastest_gemm
 from laga_attn.bench.link import Link, received_rate, set_link
+from laga_attn.bench.malloc import keep_freed_memory
 from laga_attn.bench.memory import TensorMemory, saved_tensors
 from laga_attn.bench.race import race
 from laga_attn.grid import ContextParallel
@@ -119,12 +120,15 @@ def measure(
 ) -> CellRun:
     """Measure the contestants on the ranks of the default process group, all of them together.
 
+    From then on the process keeps the memory that it frees (`laga_attn.bench.malloc`), as with a GPU's cache.
+
     Args:
         contestants: by name; the same, in the same order, on all ranks.
         inputs: of this rank.
         rounds: how often each contestant is timed.
         links: what the cable between two nodes is to do, one after the other; only for ranks in `two_nodes`.
     """
+    keep_freed_memory()
     if links:
         set_link(None)  # only the races need it slow
     group = dist.group.WORLD
