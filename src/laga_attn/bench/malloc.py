@@ -16,13 +16,13 @@ __all__ = ["keep_freed_memory", "return_freed_memory"]
 
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -2, -3, -4  # see mallopt(3)
 _SMALL: Final = 2**16  # bytes
-_LARGE: Final = 2**31 - 1  # the most there is
+_NEVER: Final = -1
 _MAPPED: Final = 2**16  # blocks outside the heap, as many as without being told
 
 
 def keep_freed_memory() -> None:
     """Memory stays with the process, as in the caches that PyTorch has for devices: where time is measured."""
-    _set({_MMAP_MAX: 0, _TRIM_THRESHOLD: _LARGE})
+    _set({_MMAP_MAX: 0, _TRIM_THRESHOLD: _NEVER})
 
 
 def return_freed_memory() -> None:
