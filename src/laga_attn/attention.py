@@ -21,7 +21,7 @@ __all__ = ["latent_attention"]
 _REBUILD_BUDGET: Final = 2**28
 """Bytes that the K and V of one head group may take by default: enough for full-speed GEMMs, small beside a layer."""
 
-_GROUP_ROWS: Final = 1024
+_GROUP_ROWS: Final = 2048
 """A rank's tokens times heads in a group, at least: below, messages and calls cost more than overlap hides."""
 
 
@@ -87,7 +87,7 @@ def latent_attention(
             else `"latent"`.
         kernel: `"auto"`, or a name from `laga_attn.kernels.support_table`.
         head_group: heads whose K and V are rebuilt at a time; None: an eighth of the rank's heads, but one for each
-            thread on a CPU, where threads share a group's heads, and more of few tokens (1024 of a rank's tokens times
+            thread on a CPU, where threads share a group's heads, and more of few tokens (2048 of a rank's tokens times
             heads); fewer where their K and V would take more than 256 MiB (a kernel that rebuilds K and V a few rows
             at a time needs no room for them).
         return_lse: also return the log-sum-exp of the scaled scores.

@@ -1,5 +1,10 @@
 from __future__ import annotations
 
+import subprocess
+import sys
+import time
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -45,3 +50,44 @@ def test_ranks_get_a_gpu_each_with_nccl_or_share_them_with_gloo(monkeypatch, tmp
         torch.set_num_threads(threads)
     assert said == {"gpu": gpu, "backend": backend}
     assert torch.load(tmp_path / "result-3") == 2
+
+
+ORPHANS = """
+import os, signal, sys, time
+from laga_attn.bench.ranks import run_on_ranks
+
+def announce(path):
+    with open(path, "a") as file:
+        file.write(f"{os.getpid()}\\n")
+    time.sleep(60)
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # as under nohup
+    run_on_ranks(announce, 2, sys.argv[1])
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_ranks_end_with_a_parent_that_is_killed(tmp_path):
+    script, pids = tmp_path / "orphans.py", tmp_path / "pids"
+    script.write_text(ORPHANS)
+    parent = subprocess.Popen([sys.executable, script, pids])
+    until(lambda: pids.exists() and pids.read_text().count("\n") == 2)
+    parent.kill()
+    parent.wait()
+    for pid in map(int, pids.read_text().split()):
+        until(lambda pid=pid: not is_running(pid))
+
+
+def until(condition, seconds=50):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def is_running(pid):
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import multiprocessing
 import os
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Thread
 from typing import Any, Final, Literal
 
 import torch
@@ -84,6 +86,7 @@ def _run_rank(
     function: Callable[..., Any],
     args: tuple[object, ...],
 ) -> None:
+    Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(threads)
     _move_to(places[rank] if places else None)
     backend = "gloo"
@@ -95,6 +98,13 @@ def _run_rank(
     torch.save(function(*args), folder / f"result-{rank}")
     dist.barrier()
     dist.destroy_process_group()
+
+
+def _end_with_parent() -> None:
+    """A parent that is killed tells nobody, and the interrupt that PyTorch then sends is ignored under nohup."""
+    if parent := multiprocessing.parent_process():
+        parent.join()
+        os._exit(1)
 
 
 def _move_to(place: Place | None) -> None:
